@@ -1,0 +1,1 @@
+"""The book: chapters, figures, widgets, build. Uses `kernels` and `gpt2`."""

@@ -1,0 +1,32 @@
+"""What one attention forward pass hands to its backward pass, to probes and to tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class ForwardResult:
+    """Shapes: B batch, H query heads, Tq queries, Dv value width.
+
+    out: [B, H, Tq, Dv], values on the grid of the `output` site, in the carrier dtype.
+    lse: [B, H, Tq], natural log, fp32 (fp64 when computing in fp64); -inf for a fully masked row.
+    delta_output: [B, H, Tq, Dv] the O that delta reads, or None when it is `out` itself.
+    The rest is filled only when probing, changes no bit of the above, and is 0 or -inf in fully
+    masked rows:
+    ties: int32 [B, H, Tq], visible keys whose rounded score equals the row maximum (1 = no tie).
+    ones: int32 [B, H, Tq], visible keys whose rounded P_bar is exactly 1.
+    m, l: [B, H, Tq], the final reference and row sum.
+    out_fp32: [B, H, Tq, Dv], O = (rounded P_bar) V / l before any rounding of O_bar and O.
+    """
+
+    out: Tensor
+    lse: Tensor
+    delta_output: Tensor | None = None
+    ties: Tensor | None = None
+    ones: Tensor | None = None
+    m: Tensor | None = None
+    l: Tensor | None = None
+    out_fp32: Tensor | None = None
