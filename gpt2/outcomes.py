@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -54,21 +54,22 @@ def rules() -> dict[str, float]:
     }
 
 
-@dataclass
 class OutcomeTracker:
     """The divergence rule fed one loss at a time; its state is plain JSON and resumes exactly.
 
     Steps may have gaps (a trainer that logs every tenth step): the average decays by the steps
-    that passed, not by the calls.
+    that passed, not by the calls. `config` is accepted for the trainer's sake and not read: the
+    rules are the same for every arm.
     """
 
-    step: int | None = None
-    numerator: float = 0.0  # sum of weighted losses
-    weight: float = 0.0  # sum of the weights
-    minimum: float | None = None
-    above_since: int | None = None
-    verdict: str | None = None
-    verdict_step: int | None = None
+    def __init__(self, config=None):
+        self.step: int | None = None
+        self.numerator = 0.0  # weighted sum of losses
+        self.weight = 0.0  # sum of the weights
+        self.minimum: float | None = None
+        self.rising_since: int | None = None  # first step of the present excursion
+        self.verdict: str | None = None
+        self.verdict_step: int | None = None
 
     @property
     def smoothed(self) -> float | None:
@@ -94,10 +95,10 @@ class OutcomeTracker:
         if self.minimum is None or smoothed < self.minimum:
             self.minimum = smoothed
         if smoothed <= self.minimum + DIVERGED_NATS:
-            self.above_since = None
-        elif self.above_since is None:
-            self.above_since = step
-        elif step - self.above_since >= DIVERGED_STEPS:
+            self.rising_since = None
+        elif self.rising_since is None:
+            self.rising_since = step
+        elif step - self.rising_since >= DIVERGED_STEPS:
             return self._decide(step, "diverged")
         return None
 
@@ -105,17 +106,16 @@ class OutcomeTracker:
         self.step, self.verdict, self.verdict_step = step, verdict, step
         return verdict
 
-    def to_dict(self) -> dict:
+    def state_dict(self) -> dict:
         """Plain JSON types (Python's JSON keeps every bit of a finite float)."""
-        return asdict(self)
+        return dict(vars(self))
 
-    @classmethod
-    def from_dict(cls, state: Mapping) -> OutcomeTracker:
-        """Raises ValueError for keys that are not its own."""
-        known = {f.name for f in fields(cls)}
-        if set(state) - known:
-            raise ValueError(f"not an outcome state: unknown keys {sorted(set(state) - known)}")
-        return cls(**state)
+    def load_state_dict(self, state: Mapping) -> None:
+        """Raises ValueError unless `state` has exactly the keys of `state_dict`."""
+        if set(state) != set(vars(self)):
+            wrong = sorted(set(state) ^ set(vars(self)))
+            raise ValueError(f"not the state of an outcome tracker: {', '.join(wrong)}")
+        vars(self).update(state)
 
 
 def smooth(steps: Sequence[int], losses: Sequence[float]) -> np.ndarray:
@@ -130,7 +130,7 @@ def smooth(steps: Sequence[int], losses: Sequence[float]) -> np.ndarray:
 
 
 def divergence(steps: Sequence[int], losses: Sequence[float]) -> OutcomeTracker:
-    """Run the rule over a whole loss curve; read `verdict`, `verdict_step`, `above_since`."""
+    """Run the rule over a whole loss curve; read `verdict`, `verdict_step`, `rising_since`."""
     tracker = OutcomeTracker()
     for step, loss in zip(steps, losses):
         if tracker.update(int(step), float(loss)) is not None:
@@ -289,7 +289,7 @@ def summarize(
         kind=kind,
         last_step=last,
         diverged_step=failed_step if kind == "diverged" else None,
-        diverged_from=tracker.above_since if kind == "diverged" else None,
+        diverged_from=tracker.rising_since if kind == "diverged" else None,
         nonfinite_step=failed_step if kind == "nonfinite" else None,
         onset=first_sign,
         train_loss=_last_finite(losses),
