@@ -1,5 +1,9 @@
-"""Attention numerics: every rounding site of flash attention as a value. Knows nothing of GPT-2."""
+"""Attention numerics: every rounding site of flash attention as a value.
 
+Knows nothing of GPT-2.
+"""
+
+from .attention import Probe, attention, resolve_backend
 from .formats import BF16, E4M3, E5M2, FP16, FP32, FP64, FloatFormat, parse_format
 from .numerics import (
     PRESETS,
@@ -29,9 +33,11 @@ __all__ = [
     "DeltaError",
     "FloatFormat",
     "Numerics",
+    "Probe",
     "ScopedNumerics",
     "Site",
     "Softmax",
+    "attention",
     "authors",
     "decode",
     "exact",
@@ -40,6 +46,7 @@ __all__ = [
     "paper",
     "parse_format",
     "parse_numerics",
+    "resolve_backend",
     "round_to",
     "stabilized",
     "ulp",

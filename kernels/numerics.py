@@ -68,7 +68,7 @@ class Softmax:
     """What is subtracted from the scores of a row, given its maximum rm and rs = #{rm - S <= eps}.
 
     safe        m = rm
-    stabilized  if rs > 1: m = beta*rm where rm > 0, 0 where rm < 0, rm where rm = 0 (paper, Alg. 1)
+    stabilized  if rs > 1: m = beta*rm where rm > 0, 0 where rm < 0, rm where rm = 0 (Algorithm 1)
     guarded     if rs > 1: m = rm + clamp(beta*rm - rm where rm > 0 else -rm,
                 min_offset, max_offset): no P_bar near 1, no underflow (ours, not the paper's)
     shifted     m = rm + shift, every row
@@ -114,13 +114,14 @@ DeltaErrorKind = Literal[
 class DeltaError:
     """An intervention on the error e = delta_lp - delta_hp itself (forward untouched).
 
-    delta_hp reads O as `delta_output=FP32` does, delta_lp as the Numerics say. Used in the backward:
+    delta_hp reads O as `delta_output=FP32` does, delta_lp as the Numerics say. In the backward:
     mirror            delta = delta_hp - e: the same error with its sign turned
     random_sign       delta = delta_hp + s*e, s = +-1 per row, seeded
     injected          delta = delta_hp + mean + rms*normal: given moments on an exact run
-    random_direction  dS from delta_hp, and dQ[T] -= scale * e[T] * |(PK)[T]| * u[T] with u[T] a fresh
-                      random unit vector: same sizes, no shared direction
-    fixed_direction   the same with one unit vector for all rows of the head: a shared direction
+    random_direction  dS from delta_hp, and dQ[T] -= scale * e[T] * |(PK)[T]| * u[T] with u[T] a
+                      fresh random unit vector: same sizes, no shared direction
+    fixed_direction   the same with one unit vector for all rows of the head, whatever the seed,
+                      hence for all steps: a shared direction
     sham              does the arithmetic of mirror and adds e back: changes nothing
     """
 
@@ -164,7 +165,11 @@ class Numerics:
         with O_bar unrounded and rounds only the result: the paper's high-precision twin is
         `delta_output=FP32` and differs from the low-precision case in nothing else.
     delta: "dO_O" or "dP_P" (the same in exact arithmetic).
-    compute: carrier of everything that is not rounded, FP32 or FP64.
+    compute: carrier of everything that is not rounded, FP32 or FP64. A site of FP32 rounds nothing
+        in either.
+
+    `key` (not a field) is the canonical JSON without the name: equal values have equal keys. It is
+    what a compiled graph sees of a Numerics.
     """
 
     name: str = field(default="custom", compare=False)
@@ -200,6 +205,8 @@ class Numerics:
             raise ValueError(f"compute={self.compute}; use fp32 or fp64")
         if not isinstance(self.tile, int) or self.tile < 1:
             raise ValueError(f"tile={self.tile!r} keys; use a whole number of at least 1")
+        values = {key: value for key, value in self.to_dict().items() if key != "name"}
+        object.__setattr__(self, "key", json.dumps(values, sort_keys=True))
 
     def at(self, **changes) -> Numerics:
         """A variant with some fields changed; formats and text become Sites.
@@ -377,9 +384,9 @@ def parse_numerics(text: str | Numerics) -> Numerics:
     """Text to Numerics: 'paper', 'paper,output_bits=2,delta_output=fp32', 'stabilized,beta=4'.
 
     A preset's name, then changes in order: any field of Numerics, the dials `matched_bits` and
-    `output_bits`, or the softmax parameters beta, eps, shift, decide, and `delta_error=mirror` with
-    `mean` and `rms`. JSON from `to_json` is accepted too. Raises ValueError naming what it did not
-    understand and the nearest thing that it would.
+    `output_bits`, or the softmax parameters beta, eps, shift, decide, and `delta_error=mirror`
+    with `mean` and `rms`. JSON from `to_json` is accepted too. Raises ValueError naming what it
+    did not understand and the nearest thing that it would.
     """
     if isinstance(text, Numerics):
         return text
@@ -468,7 +475,7 @@ class ScopedNumerics:
 
     @classmethod
     def parse(cls, text: str | Numerics | ScopedNumerics) -> ScopedNumerics:
-        """'paper; L1 -> exact; L1H0+3 -> paper,delta_output=fp32; H2 -> exact' (counted from 0)."""
+        """'paper; L1 -> exact; L1H0+3 -> paper,delta=dP_P; H2 -> exact', counted from 0."""
         if isinstance(text, ScopedNumerics):
             return text
         if isinstance(text, Numerics):

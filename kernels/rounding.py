@@ -4,9 +4,9 @@ Values stay in their carrier (float32 or float64 tensors) but lie on the grid of
 That is exact: every bf16, fp16 or fp8 value is a float32 value. Nothing here uses a hardware cast,
 so the same rules can be written with the same integers in a Triton kernel.
 
-How rounding to nearest works on bits: drop the last `d` bits of the significand. The first dropped
-bit is the *guard* bit; the *sticky* bit is the OR of the rest. Guard 0: down. Guard 1, sticky 1: up.
-Guard 1, sticky 0: an exact tie, which nearest-even sends to the even neighbour.
+How rounding to nearest works on bits: drop the last `d` bits of the significand. The first
+dropped bit is the *guard* bit; the *sticky* bit is the OR of the rest. Guard 0: down. Guard 1,
+sticky 1: up. Guard 1, sticky 0: an exact tie, which nearest-even sends to the even neighbour.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _round_scaled(x: Tensor, fmt: FloatFormat, mode: Rounding, generator) -> Ten
 class Bits:
     """One number taken apart with respect to a format.
 
-    value = (-1)^sign * (significand + (guard/2 + below/4...)) * 2^(exponent - fraction_bits), where
-    `significand` includes the hidden bit, `guard` is the first dropped bit and `sticky` says
+    value = (-1)^sign * (significand + (guard/2 + below/4...)) * 2^(exponent - fraction_bits),
+    where `significand` includes the hidden bit, `guard` is the first dropped bit and `sticky` says
     whether any later bit is set. `rounded` is nearest-even (or the mode asked for).
     """
 
@@ -164,7 +164,7 @@ def decode(value: float, fmt: FloatFormat, mode: Rounding = "nearest_even") -> B
 def bit_pattern(value: float, fmt: FloatFormat) -> str:
     """The bits of a value on the grid of `fmt`: sign, exponent field, fraction field.
 
-    Raises ValueError if `value` is not on the grid. Source: paper section 3.3.2 prints such strings.
+    Raises ValueError if `value` is not on the grid. Paper section 3.3.2 prints such strings.
     """
     x = torch.tensor(float(value), dtype=torch.float64)
     if float(round_to(x, fmt)) != float(value):

@@ -1,0 +1,428 @@
+"""The one public call: `attention(q, k, v, numerics=...)`, whichever backend does the work.
+
+Forward and backward are custom operators, opaque to `torch.compile`. They have to be: a compiler
+that fuses `x.to(bfloat16).to(float32)` may drop the rounding that this project is about. For the
+same reason every choice of numerics travels as a string argument of the operator (`Numerics.key`),
+where a compiled graph's cache sees it.
+
+One rule for dtypes: under autocast q, k and v are cast to autocast's dtype, otherwise q and k are
+cast to v's. The output has that dtype; each gradient comes back in its own input's dtype.
+"""
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import emulated
+from .formats import FP64
+from .numerics import Numerics, exact, flash, parse_numerics
+from .result import ForwardResult
+
+BACKENDS = ("auto", "emulated", "triton", "sdpa")
+_FLASH = flash()
+
+
+@dataclass
+class Probe:
+    """Pass one to `attention` to look inside; it changes no bit of the result.
+
+    After the call: ties, ones (int32), m, l, lse [B, H, Tq] and out_fp32 [B, H, Tq, Dv] as in
+    `kernels.result.ForwardResult`, without gradients.
+    """
+
+    ties: Tensor | None = None
+    ones: Tensor | None = None
+    m: Tensor | None = None
+    l: Tensor | None = None
+    lse: Tensor | None = None
+    out_fp32: Tensor | None = None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    numerics: Numerics | str | Sequence[Numerics | str] = _FLASH,
+    causal: bool = True,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+    probe: Probe | None = None,
+    seed: int | Tensor = 0,
+) -> Tensor:
+    """softmax(scale Q K^T + mask) V, rounded where `numerics` say. Differentiable in q, k and v.
+
+    q [B, H, Tq, D]; k [B, Hkv, Tk, D]; v [B, Hkv, Tk, Dv], any strides, H a multiple of Hkv (query
+    head h reads key head h // (H / Hkv)). Returns [B, H, Tq, Dv].
+    numerics: a Numerics, its text ('paper,delta_output=fp32'), or one of these per query head.
+    causal: query i sees keys j <= i, aligned top left as in F.scaled_dot_product_attention.
+    scale: 1/sqrt(D) unless given. mask: bool (True = visible) or additive, broadcastable to
+    [B, H, Tq, Tk]; emulated only, no gradient.
+    backend: 'auto', 'emulated', 'triton' or 'sdpa' (PyTorch's own arithmetic, for comparison);
+    `resolve_backend` says what 'auto' picks and why.
+    seed: int or 0-dim int64 tensor, for stochastic rounding and interventions on delta.
+    A row that sees no key gives 0 and passes no gradient; zero lengths give empty or zero results.
+    Raises ValueError for shapes that do not fit, unknown numerics, or a backend that cannot honour
+    them.
+    """
+    _check_shapes(q, k, v, mask)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    else:
+        dtype = v.dtype
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    text = _as_text(numerics, q.shape[1])
+    if backend == "sdpa":
+        return _sdpa(q, k, v, text, causal, scale, mask, probe)
+    if not isinstance(seed, Tensor):
+        seed = torch.tensor(seed, dtype=torch.int64)
+    results = torch.ops.bit_by_bit.attention_forward(
+        q, k, v, mask, seed, text, causal, scale, backend, probe is not None
+    )
+    if probe is not None:
+        _fill(probe, results)
+    return results[0].to(dtype)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has {x.dim()} dimensions; attention takes [B, H, T, D]")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}; attention takes floating-point tensors")
+    told = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.shape[0] == k.shape[0] == v.shape[0]):
+        raise ValueError(f"batch sizes differ: {told}")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v need the same heads and length: {told}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k need the same head dimension: {told}")
+    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise ValueError(f"query heads must be a multiple of key heads: {told}")
+    if mask is not None and mask.requires_grad:
+        raise ValueError(
+            "mask wants a gradient, which attention does not give; pass mask.detach()"
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"mask is {mask.dtype}; pass bool (True = visible) or an additive float")
+
+
+def _as_text(numerics, heads: int) -> str:
+    """One string that says the numerics of every head: a key, a text, or a list of either."""
+    if isinstance(numerics, Numerics):
+        return numerics.key
+    if isinstance(numerics, str):
+        return numerics
+    if len(numerics) != heads:
+        raise ValueError(f"{len(numerics)} numerics for {heads} query heads; give one or one each")
+    texts = [n.key if isinstance(n, Numerics) else n for n in numerics]
+    if all(text == texts[0] for text in texts):
+        return texts[0] if texts else _FLASH.key
+    return "\n".join(texts)
+
+
+def _fill(probe: Probe, results) -> None:
+    probe.lse = results[1].detach()
+    probe.ties, probe.ones = results[3], results[4]
+    probe.m, probe.l, probe.out_fp32 = (x.detach() for x in results[5:])
+
+
+# -- which backend --------------------------------------------------------------------------------
+
+
+def resolve_backend(
+    numerics: Numerics | str,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 64,
+    mask: Tensor | bool | None = None,
+    backend: str = "auto",
+) -> tuple[str, str]:
+    """('emulated' | 'triton' | 'sdpa', the reason in one sentence).
+
+    'auto' takes triton on a CUDA device when it supports these numerics, else emulated; it never
+    takes sdpa. Raises ValueError when the backend asked for cannot honour them, saying why.
+    """
+    has_mask = mask is not None and mask is not False
+    return _resolve(
+        parse_numerics(numerics), torch.device(device), dtype, head_dim, has_mask, backend
+    )
+
+
+@lru_cache(maxsize=256)
+def _resolve(n: Numerics, device, dtype, head_dim, has_mask, backend) -> tuple[str, str]:
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
+    asked = dict(device=device, dtype=dtype, head_dim=head_dim, mask=True if has_mask else None)
+    refusals = {"emulated": emulated.supports, "triton": _triton_supports, "sdpa": _sdpa_supports}
+    if backend != "auto":
+        why = refusals[backend](n, **asked)
+        if why:
+            raise ValueError(f"backend {backend!r} cannot run numerics {n.name!r}: {why}")
+        return backend, "it was asked for"
+    if device.type != "cuda":
+        reason = f"triton needs a CUDA device and this is {device.type}"
+    else:
+        reason = _triton_supports(n, **asked)
+        if reason is None:
+            return "triton", "a CUDA device, and triton honours these numerics"
+    why = emulated.supports(n, **asked)
+    if why:
+        raise ValueError(f"no backend can run numerics {n.name!r}: {why}")
+    return "emulated", reason
+
+
+def _triton_supports(numerics: Numerics, **asked) -> str | None:
+    try:
+        module = importlib.import_module(".triton_attention", __package__)
+    except ImportError as error:
+        return f"the Triton kernels cannot be imported ({error})"
+    return module.supports(numerics, **asked)
+
+
+def _sdpa_supports(numerics: Numerics, *, dtype, **_) -> str | None:
+    """PyTorch's attention has an arithmetic of its own; it stands in for exact and flash only."""
+    if numerics == exact() or (numerics == exact(FP64) and dtype == torch.float64):
+        return None
+    if numerics == flash(numerics.tile) and dtype in (torch.bfloat16, torch.float32):
+        return None
+    return "PyTorch's own attention takes no rounding sites; it stands for exact() or flash() only"
+
+
+def _sdpa(q, k, v, text, causal, scale, mask, probe) -> Tensor:
+    """F.scaled_dot_product_attention as the outside witness; flash casts its inputs to bf16."""
+    if probe is not None:
+        raise ValueError("backend 'sdpa' fills no probe; use backend='emulated'")
+    if "\n" in text:
+        raise ValueError("backend 'sdpa' has one arithmetic for all heads; use backend='emulated'")
+    n = parse_numerics(text)
+    resolve_backend(n, q.device, dtype=v.dtype, head_dim=q.shape[-1], backend="sdpa")
+    dtype = v.dtype
+    if n.inputs.format.torch_dtype == torch.bfloat16:
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    if mask is not None and causal:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    group = q.shape[1] // max(k.shape[1], 1)
+    with torch.autocast(q.device.type, enabled=False):
+        out = F.scaled_dot_product_attention(
+            q,
+            _repeat(k, group),
+            _repeat(v, group),
+            attn_mask=mask,
+            is_causal=causal and mask is None,
+            scale=scale,
+        )
+    return out.to(dtype)
+
+
+# -- the operators --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str, heads: int) -> tuple[tuple[Numerics, tuple[int, ...] | None], ...]:
+    """Groups of heads with equal numerics: ((Numerics, heads or None for all), ...)."""
+    lines = text.split("\n")
+    if len(lines) == 1:
+        return ((parse_numerics(text), None),)
+    groups: dict[Numerics, list[int]] = {}
+    for head, line in enumerate(lines):
+        groups.setdefault(parse_numerics(line), []).append(head)
+    if len({n.compute for n in groups}) > 1:
+        raise ValueError("heads of one layer must share `compute`; some say fp32 and some fp64")
+    return tuple((n, tuple(heads)) for n, heads in groups.items())
+
+
+def _out_dtype(groups, dtype: torch.dtype) -> torch.dtype:
+    """`dtype` when it holds every head's output grid exactly, else the carrier."""
+    info = torch.finfo(dtype)
+    fraction = round(-math.log2(info.eps))
+    exponent = {torch.float16: 5, torch.float64: 11}.get(dtype, 8)
+    formats = [n.output.format for n, _ in groups]
+    if all(f.fraction_bits <= fraction and f.exponent_bits <= exponent for f in formats):
+        return dtype
+    return _carrier(groups)
+
+
+def _carrier(groups) -> torch.dtype:
+    return torch.float64 if groups[0][0].compute == FP64 else torch.float32
+
+
+def _wants_delta_output(groups) -> bool:
+    return any(
+        n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None)
+        for n, _ in groups
+    )
+
+
+def _module(numerics: Numerics, q: Tensor, mask: Tensor | None, backend: str):
+    name, _ = _resolve(numerics, q.device, q.dtype, q.shape[-1], mask is not None, backend)
+    return (
+        emulated
+        if name == "emulated"
+        else importlib.import_module(f".{name}_attention", __package__)
+    )
+
+
+def _repeat(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _pick(x: Tensor | None, heads: tuple[int, ...] | None) -> Tensor | None:
+    """The heads of one group out of [B, H, ...]."""
+    if x is None or heads is None:
+        return x
+    return x[:, list(heads)]
+
+
+def _pick_mask(mask: Tensor | None, heads, q: Tensor, Tk: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return _pick(mask.expand(*q.shape[:3], Tk), heads)
+
+
+def _group_seed(numerics: Numerics, seed: Tensor, heads: tuple[int, ...] | None) -> int:
+    """Groups of heads draw independently; reading a seed from a GPU waits, so only if needed."""
+    if not numerics.stochastic:
+        return 0
+    return int(seed) if heads is None else int(seed) * 1_000_003 + heads[0] + 1
+
+
+_FORWARD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor seed, str numerics, bool causal, "
+    "float scale, str backend, bool probe) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor delta_output, "
+    "Tensor? mask, Tensor seed, str numerics, bool causal, float scale, str backend) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+
+
+def _empty_results(q: Tensor, v: Tensor, groups, probe: bool) -> list[Tensor]:
+    """Uninitialised out, lse, delta_output, ties, ones, m, l, out_fp32; [0] where not wanted."""
+    rows, carrier = q.shape[:3], _carrier(groups)
+    full, none = (*rows, v.shape[3]), (0,)
+    per_row = rows if probe else none
+    return [
+        q.new_empty(full, dtype=_out_dtype(groups, v.dtype)),
+        q.new_empty(rows, dtype=carrier),
+        q.new_empty(full if _wants_delta_output(groups) else none, dtype=carrier),
+        q.new_empty(per_row, dtype=torch.int32),
+        q.new_empty(per_row, dtype=torch.int32),
+        q.new_empty(per_row, dtype=carrier),
+        q.new_empty(per_row, dtype=carrier),
+        q.new_empty(full if probe else none, dtype=carrier),
+    ]
+
+
+@torch.library.custom_op("bit_by_bit::attention_forward", mutates_args=(), schema=_FORWARD)
+def _forward_op(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
+    groups = _parse(numerics, q.shape[1])
+    results = _empty_results(q, v, groups, probe)
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        for x, fill in zip(results, (0, -math.inf, 0, 0, 0, -math.inf, 0, 0)):
+            x.fill_(fill)
+        return tuple(results)
+    ratio = q.shape[1] // k.shape[1]
+    k, v = _repeat(k, ratio), _repeat(v, ratio)
+    for n, heads in groups:
+        result: ForwardResult = _module(n, q, mask, backend).forward(
+            *(_pick(x, heads) for x in (q, k, v)),
+            numerics=n,
+            causal=causal,
+            scale=scale,
+            mask=_pick_mask(mask, heads, q, k.shape[2]),
+            seed=_group_seed(n, seed, heads),
+            probe=probe,
+        )
+        values = [getattr(result, f.name) for f in dataclasses.fields(result)]
+        if heads is None:
+            return tuple(
+                x if part is None else part.to(x.dtype).contiguous()
+                for x, part in zip(results, values)
+            )
+        for x, part in zip(results, values):
+            if part is not None and x.dim() > 1:
+                x[:, list(heads)] = part.to(x.dtype)
+    return tuple(results)
+
+
+@_forward_op.register_fake
+def _(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
+    return tuple(_empty_results(q, v, _parse(numerics, q.shape[1]), probe))
+
+
+@torch.library.custom_op("bit_by_bit::attention_backward", mutates_args=(), schema=_BACKWARD)
+def _backward_op(
+    dout, q, k, v, out, lse, delta_output, mask, seed, numerics, causal, scale, backend
+):
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        return tuple(grads)
+    ratio, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+    k, v = _repeat(k, ratio), _repeat(v, ratio)
+    groups = _parse(numerics, q.shape[1])
+    delta_output = delta_output if _wants_delta_output(groups) else None
+    wide = None
+    for n, heads in groups:
+        own = _wants_delta_output(((n, heads),))
+        parts = _module(n, q, mask, backend).backward(
+            *(_pick(x, heads) for x in (dout, q, k, v, out, lse)),
+            _pick(delta_output, heads) if own else None,
+            numerics=n,
+            causal=causal,
+            scale=scale,
+            mask=_pick_mask(mask, heads, q, k.shape[2]),
+            seed=_group_seed(n, seed, heads),
+        )
+        if heads is None:
+            wide = parts
+            break
+        if wide is None:
+            wide = [torch.empty_like(x, dtype=_carrier(groups)) for x in (q, k, v)]
+        for x, part in zip(wide, parts):
+            x[:, list(heads)] = part.to(x.dtype)
+    dq, dk, dv = wide
+    if ratio > 1:
+        dk, dv = (x.unflatten(1, (kv_heads, ratio)).sum(2) for x in (dk, dv))
+    return tuple(x.to(g.dtype).contiguous() for x, g in zip((dq, dk, dv), grads))
+
+
+@_backward_op.register_fake
+def _(dout, q, k, v, out, lse, delta_output, mask, seed, numerics, causal, scale, backend):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, mask, seed, *ctx.choices, _ = inputs
+    out, lse, delta_output = output[:3]
+    ctx.save_for_backward(q, k, v, out, lse, delta_output, mask, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, *_):
+    nothing = (None,) * 7
+    if dout is None:
+        return (None, None, None, *nothing)
+    q, k, v, out, lse, delta_output, mask, seed = ctx.saved_tensors
+    grads = torch.ops.bit_by_bit.attention_backward(
+        dout, q, k, v, out, lse, delta_output, mask, seed, *ctx.choices
+    )
+    return (*grads, *nothing)
+
+
+_forward_op.register_autograd(_gradients, setup_context=_setup_context)
