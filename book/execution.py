@@ -1,0 +1,194 @@
+"""Execute one chapter with papermill, within time limits, or take it from the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import psutil
+import yaml
+
+from .chapters import BuildError, Chapter
+
+POLL_SECONDS = 0.2
+REPORT_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that one cell, and one chapter, may take."""
+
+    cell: int = 900
+    chapter: int = 2400
+
+
+@dataclass(frozen=True)
+class Executed:
+    """An executed notebook and what it was run with (the record is also inside the notebook)."""
+
+    chapter: Chapter
+    path: Path
+    record: dict
+    cached: bool
+
+
+class Cache:
+    """Executed notebooks, one per chapter and preset, named by chapter and key."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, chapter: Chapter, key: str) -> Path:
+        return self.folder / f"{chapter.name}@{key[:16]}.ipynb"
+
+    def get(self, chapter: Chapter, key: str) -> Executed | None:
+        return self._load(chapter, self.path(chapter, key), key)
+
+    def newest(self, chapter: Chapter) -> Executed | None:
+        """The last execution of a chapter, whatever it was run with."""
+        found = sorted(
+            self.folder.glob(f"{chapter.name}@*.ipynb"), key=lambda p: -p.stat().st_mtime
+        )
+        loaded = (self._load(chapter, path, None) for path in found)
+        return next((e for e in loaded if e), None)
+
+    def put(self, chapter: Chapter, key: str, notebook: Path, record: dict) -> Executed:
+        """Move a finished notebook in, with its record; older ones of its preset go."""
+        for old in self.folder.glob(f"{chapter.name}@*.ipynb"):
+            known = self._load(chapter, old, None)
+            if known is None or known.record.get("preset") == record.get("preset"):
+                old.unlink(missing_ok=True)
+        book = nbformat.read(notebook, as_version=4)
+        book.metadata["bit_by_bit"] = record | {"key": key}
+        nbformat.write(book, notebook)
+        os.replace(notebook, self.path(chapter, key))
+        return Executed(chapter, self.path(chapter, key), record | {"key": key}, cached=False)
+
+    def _load(self, chapter: Chapter, path: Path, key: str | None) -> Executed | None:
+        try:
+            metadata = json.loads(path.read_text(encoding="utf8"))["metadata"]
+            record = metadata["bit_by_bit"]
+        except (OSError, ValueError, KeyError):
+            return None  # absent, or cut short: execute it anew
+        if key is not None and record.get("key") != key:
+            return None
+        return Executed(chapter, path, record, cached=True)
+
+
+def execute(
+    chapter: Chapter, parameters: dict, partial: Path, limits: Limits, root: Path, say=print
+) -> float:
+    """Run a chapter into `partial`; returns its seconds.
+
+    The kernel runs in `root`, the folder that holds the packages. Raises BuildError naming chapter,
+    cell and error; what was executed until then stays in `partial`. An interruption ends the kernel
+    and its workers.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.unlink(missing_ok=True)
+    log = partial.with_suffix(".log")
+    command = [sys.executable, "-m", "papermill", str(chapter.path), str(partial)]
+    command += ["--no-progress-bar", "--log-level", "WARNING", "--kernel", "python3"]
+    command += ["--language", "python"]
+    command += ["--execution-timeout", str(limits.cell), "--cwd", str(root)]
+    command += ["--parameters_yaml", yaml.safe_dump(parameters)]
+    start = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait(process, chapter, partial, limits, start, say)
+        finally:
+            _end(process)
+    if process.returncode != 0:
+        raise BuildError(_describe_failure(chapter, partial, log, limits))
+    return time.monotonic() - start
+
+
+def _wait(process, chapter: Chapter, partial: Path, limits: Limits, start: float, say) -> None:
+    told = start
+    while process.poll() is None:
+        now = time.monotonic()
+        if now - start > limits.chapter:
+            where, source, _ = _position(partial)
+            raise BuildError(
+                f"chapter {chapter.name} took longer than {limits.chapter} s; it was at cell "
+                f"{where}: {source} (raise the limit with --chapter-timeout)"
+            )
+        if now - told > REPORT_SECONDS:
+            told = now
+            where, source, total = _position(partial)
+            say(f"      {now - start:4.0f} s, cell {where} of {total}: {source}")
+        time.sleep(POLL_SECONDS)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End papermill, its kernel and the kernel's workers, if they still run."""
+    if process.poll() is not None:
+        return
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    for member in [process, *family]:
+        try:
+            member.kill()
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            pass
+    process.wait()
+
+
+def _cells(partial: Path) -> list[dict]:
+    try:
+        return json.loads(partial.read_text(encoding="utf8"))["cells"]
+    except (OSError, ValueError, KeyError):
+        return []  # not written yet, or being written
+
+
+def _position(partial: Path) -> tuple[int, str, int]:
+    """Number (from 1), first line and total count of the source's code cells: the one running."""
+    code = [c for c in _cells(partial) if c["cell_type"] == "code"]
+    cells = [c for c in code if "injected-parameters" not in c["metadata"].get("tags", ())]
+    here = 0
+    for number, cell in enumerate(cells, start=1):
+        if cell["metadata"].get("papermill", {}).get("status") in ("running", "failed"):
+            return number, _first_line(cell), len(cells)
+        if cell["metadata"].get("papermill", {}).get("status") == "completed":
+            here = number
+    here = min(here + 1, len(cells))
+    return here, _first_line(cells[here - 1]) if cells else "starting", len(cells)
+
+
+def _first_line(cell: dict) -> str:
+    source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
+    lines = [line for line in source.splitlines() if line.strip()]
+    return lines[0][:80] if lines else "(empty)"
+
+
+def _describe_failure(chapter: Chapter, partial: Path, log: Path, limits: Limits) -> str:
+    number, source, _ = _position(partial)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+    error = None
+    for cell in _cells(partial):
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "error":
+                error = f"{output['ename']}: {output['evalue']}"
+    if "DeadKernelError" in text:
+        error = "the kernel died (out of memory, or the process was ended)"
+    elif "CellTimeoutError" in text:
+        error = f"longer than {limits.cell} s for one cell (raise it with --cell-timeout)"
+    if error is None:
+        tail = [line for line in text.splitlines() if line.strip()]
+        error = tail[-1] if tail else "papermill ended without a message"
+    return (
+        f"chapter {chapter.name}, code cell {number} ({source}) failed: {error}\n"
+        f"What was executed until then: {partial}; the log: {log}"
+    )

@@ -1,0 +1,115 @@
+"""Chapters are executed within limits, failures name the cell, the cache knows what matters."""
+
+import json
+import time
+
+import pytest
+
+from book.build import execute_chapters
+from book.chapters import BuildError, find_chapters
+from book.execution import Cache, Limits
+
+
+def run(project, limits=None, chosen=None):
+    chapters = find_chapters(project.toc)
+    said = []
+    done = execute_chapters(
+        project, chapters, chosen or chapters, "cpu", limits or Limits(60, 120), said.append
+    )
+    return done, said
+
+
+def outputs(executed):
+    cells = json.loads(executed.path.read_text())["cells"]
+    return ["".join(o.get("text", [])) for c in cells for o in c.get("outputs", [])]
+
+
+def test_failing_cell_is_named_and_what_ran_before_it_is_kept(project, add_chapter):
+    add_chapter("01-bad", "print('before')", "x = 1\n1 / 0")
+    with pytest.raises(BuildError, match=r"01-bad, code cell 3 \(x = 1\) failed: ZeroDivision"):
+        run(project)
+    assert "before" in (project.build / "partial" / "01-bad.ipynb").read_text()
+    assert not list((project.build / "cache").glob("*.ipynb"))
+
+
+def test_a_sleeping_cell_ends_within_its_limit(project, add_chapter):
+    add_chapter("01-sleeps", "import time; time.sleep(10**6)")
+    start = time.monotonic()
+    with pytest.raises(BuildError, match="01-sleeps, code cell 2 .*longer than 2 s for one cell"):
+        run(project, Limits(cell=2, chapter=100))
+    assert time.monotonic() - start < 45
+
+
+def test_a_slow_chapter_ends_within_its_own_limit_and_leaves_no_process(project, add_chapter):
+    import psutil
+
+    cell = "import os, time, pathlib; pathlib.Path('pid').write_text(str(os.getpid()))"
+    add_chapter("01-slow", cell + "; time.sleep(10**6)")
+    with pytest.raises(BuildError, match="01-slow took longer than 8 s"):
+        run(project, Limits(cell=1000, chapter=8))
+    time.sleep(0.5)
+    pid = int((project.root / "pid").read_text())
+    alive = psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    assert not alive
+
+
+def test_a_dead_kernel_is_reported_and_earlier_cells_are_kept(project, add_chapter):
+    add_chapter("01-dies", "print('one')", "import os; os._exit(1)")
+    with pytest.raises(BuildError, match="01-dies, code cell 3 .*the kernel died"):
+        run(project)
+    assert "one" in (project.build / "partial" / "01-dies.ipynb").read_text()
+
+
+@pytest.mark.parametrize("parameters", [None, "preset = 'cpu'"])
+def test_only_a_chapter_with_a_parameters_cell_is_accepted(project, add_chapter, parameters):
+    add_chapter("01-ok", "print(1)")
+    add_chapter("02-odd", "print(2)", parameters=parameters)
+    asked = {c.name: c for c in find_chapters(project.toc)}
+    if parameters is None:
+        with pytest.raises(BuildError, match="02-odd has 0 cells tagged 'parameters'"):
+            run(project)
+    else:
+        assert asked["02-odd"].parameters() == ["preset"]
+
+
+def test_second_run_is_cached_until_package_code_source_or_parameters_change(project, add_chapter):
+    cell = "from gpt2.numbers_used import VALUE\nprint('value', VALUE, preset, static)"
+    add_chapter("01-value", cell)
+    first, _ = run(project)
+    assert outputs(first["01-value"]) == ["value 1 cpu True\n"]
+    again, said = run(project)
+    assert again["01-value"].cached and "unchanged" in said[0]
+
+    (project.root / "gpt2" / "numbers_used.py").write_text("VALUE = 2\n")
+    changed, _ = run(project)
+    assert outputs(changed["01-value"]) == ["value 2 cpu True\n"]
+    assert changed["01-value"].record["code"] != first["01-value"].record["code"]
+
+
+def test_keys_depend_on_source_parameters_device_and_archived_results(project, add_chapter):
+    from book.chapters import chapter_key, code_hash
+
+    add_chapter("01-key", "print(1)")
+    chapter = find_chapters(project.toc)[0]
+
+    def key(preset="cpu", device="a"):
+        return chapter_key(chapter, code_hash(project.root), {"preset": preset}, device)
+
+    keys = [key(), key(preset="mini"), key(device="b")]
+    (project.root / "book" / "results").mkdir()
+    (project.root / "book" / "results" / "arms.json").write_text("{}")
+    keys.append(key())
+    add_chapter("01-key", "print(2)")
+    keys.append(key())
+    assert len(set(keys)) == 5
+    assert key() == keys[-1]
+
+
+def test_a_truncated_cache_file_is_executed_anew(project, add_chapter):
+    add_chapter("01-cut", "print(1)")
+    done, _ = run(project)
+    path = done["01-cut"].path
+    path.write_text(path.read_text()[:200])
+    assert not Cache(path.parent).newest(find_chapters(project.toc)[0])
+    again, _ = run(project)
+    assert not again["01-cut"].cached and outputs(again["01-cut"]) == ["1\n"]
