@@ -172,7 +172,7 @@ def assemble(layout: Layout, chapters: list[Chapter], executed: dict[str, Execut
 
 
 def _for_publication(notebook: nbformat.NotebookNode) -> None:
-    """Drop papermill's times and paths; hide the cell of injected parameters but keep its values."""
+    """Drop papermill's times and paths; fold the cell of injected parameters."""
     notebook.metadata.pop("papermill", None)
     for cell in notebook.cells:
         cell.metadata.pop("papermill", None)
@@ -247,7 +247,7 @@ def _vendor_mathjax(html: Path) -> None:
 
 
 class _References(HTMLParser):
-    """Addresses that a browser loads by itself; links that a reader may click are not among them."""
+    """Addresses that a browser loads by itself, unlike the links that a reader may click."""
 
     LOADED = {"src", "srcset", "poster", "data"}
     RELATIONS = {"stylesheet", "preload", "prefetch", "preconnect", "icon", "manifest"}

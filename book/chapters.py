@@ -1,4 +1,4 @@
-"""Chapters as the build sees them: which there are, what they ask for, what determines their result.
+"""Chapters as the build sees them: which there are, and what determines their results.
 
 A chapter is a notebook named in `_toc.yml`. It carries no outputs, and exactly one cell tagged
 `parameters` whose assignments are the only things that the build may change.
@@ -57,7 +57,7 @@ class Chapter:
         return self.name
 
     def parameters(self) -> list[str]:
-        """Names assigned in the cell tagged `parameters`. Raises BuildError unless there is one."""
+        """Names assigned in the cell tagged `parameters`; BuildError unless there is one cell."""
         cells = [c for c in self.read().cells if "parameters" in c.metadata.get("tags", ())]
         if len(cells) != 1:
             raise BuildError(

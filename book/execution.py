@@ -87,9 +87,9 @@ def execute(
 ) -> float:
     """Run a chapter into `partial`; returns its seconds.
 
-    The kernel runs in `root`, the folder that holds the packages. Raises BuildError naming chapter,
-    cell and error; what was executed until then stays in `partial`. An interruption ends the kernel
-    and its workers.
+    The kernel runs in `root`, the folder that holds the packages. Raises BuildError naming
+    chapter, cell and error; what was executed until then stays in `partial`. An interruption ends
+    the kernel and its workers.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     partial.unlink(missing_ok=True)
