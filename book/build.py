@@ -155,7 +155,7 @@ def assemble(layout: Layout, chapters: list[Chapter], executed: dict[str, Execut
     book = layout.root / "book"
     for page in sorted([*book.glob("*.md"), *book.glob("*.bib"), *book.glob("pictures/*")]):
         write(page.relative_to(layout.root), page.read_bytes())
-    for style in sorted(book.glob("static/*.css")):
+    for style in sorted(book.glob("style/*.css")):
         write(Path("_static") / style.name, style.read_bytes())
     code = code_hash(layout.root)
     for chapter in chapters:

@@ -142,8 +142,8 @@ def code_hash(root: Path) -> str:
     for path in sorted(p for name in PACKAGES for p in (root / name).rglob("*") if p.is_file()):
         relative = path.relative_to(root)
         is_code = path.suffix == ".py" and path.name not in NOT_IMPORTED_BY_CHAPTERS
-        is_data = "results" in relative.parts or path.suffix in (".yml", ".yaml")
-        if (is_code or is_data) and "__pycache__" not in relative.parts:
+        is_data = path.suffix in (".yml", ".js", ".css") or "results" in relative.parts
+        if (is_code or is_data) and not {"__pycache__", "style"} & {*relative.parts}:
             digest.update(relative.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
