@@ -47,6 +47,7 @@ PRESETS: dict[str, RunConfig] = {
         n_embd=384,
         block_size=512,
         batch_size=64,
+        corpus="installed-text+packages",
         tokenizer="bpe:8192",
         corpus_max_bytes=0,
         attention="paper",
@@ -59,7 +60,7 @@ PRESETS: dict[str, RunConfig] = {
         dtype="bfloat16",
     ),
     "gpt2s": RunConfig(
-        **(_GPT2 | dict(corpus="installed-text", tokenizer="bpe:50257")),
+        **(_GPT2 | dict(corpus="installed-text+packages", tokenizer="bpe:50257")),
         preset="gpt2s",
         n_layer=12,
         n_head=12,
@@ -67,7 +68,7 @@ PRESETS: dict[str, RunConfig] = {
         micro_batch_size=32,
     ),
     "gpt2m": RunConfig(
-        **(_GPT2 | dict(corpus="installed-text", tokenizer="bpe:50257")),
+        **(_GPT2 | dict(corpus="installed-text+packages", tokenizer="bpe:50257")),
         preset="gpt2m",
         n_layer=24,
         n_head=16,
@@ -78,7 +79,7 @@ PRESETS: dict[str, RunConfig] = {
         **(
             _GPT2
             | dict(attention="paper", learning_rate=1e-3, min_lr=1e-5, max_steps=600_000)
-            | dict(eval_interval=1_000, checkpoint_interval=5_000)
+            | dict(eval_interval=1_000, checkpoint_interval=5_000, held_out_fraction=0.0005)
         ),
         preset="paper",
         n_layer=12,
@@ -181,7 +182,7 @@ def describe(config: RunConfig) -> str:
 
 
 class ConfigParser(argparse.ArgumentParser):
-    """An ArgumentParser with a short usage line that names the nearest option for an unknown one."""
+    """An ArgumentParser with a short usage line; names the nearest option for an unknown one."""
 
     def __init__(self, **kwargs):
         kwargs.setdefault("formatter_class", _help_formatter)

@@ -64,7 +64,8 @@ class RunConfig:
     corpus: str = _option(
         "installed-text",
         "data",
-        "installed-text (Python's own source), files:GLOB, openwebtext, or bin:DIR",
+        "installed-text (Python's own source), installed-text+packages, files:GLOB, "
+        "openwebtext, openwebtext:FOLDER, or bin:DIR",
     )
     tokenizer: str = _option("bytes", "data", "bytes, bpe:SIZE (trained on the corpus), or gpt2")
     corpus_max_bytes: int = _option(8_000_000, "data", "take documents up to this size; 0: all")
@@ -229,10 +230,11 @@ def validate(config: RunConfig) -> RunConfig:
 
 def _check_data(c: RunConfig) -> None:
     kind, _, rest = c.corpus.partition(":")
-    known = ("installed-text", "files", "openwebtext", "bin")
+    whole = c.corpus in ("installed-text", "installed-text+packages", "openwebtext")
     _require(
-        kind in known and bool(rest.strip()) == (kind in ("files", "bin")),
-        f"corpus={c.corpus!r} is unknown; use installed-text, files:GLOB, openwebtext or bin:DIR",
+        whole or (kind in ("files", "bin", "openwebtext") and bool(rest.strip())),
+        f"corpus={c.corpus!r} is unknown; use installed-text, installed-text+packages, "
+        "files:GLOB, openwebtext, openwebtext:FOLDER or bin:DIR",
     )
     kind, _, size = c.tokenizer.partition(":")
     good = c.tokenizer in ("bytes", "gpt2") or (kind == "bpe" and size.isdigit())

@@ -1,0 +1,35 @@
+"""A fingerprint of the code that determines a run's result."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+# Tools that look at results, or speak to people, and cannot change a run.
+_WITHOUT = {
+    "kernels": ("bench", "forensics"),
+    "gpt2": ("prepare", "fork", "fingerprint", "outcomes"),
+}
+
+
+def fingerprinted_files() -> list[Path]:
+    """The modules that the fingerprint covers, sorted by their path below the project."""
+    found = []
+    for package, without in _WITHOUT.items():
+        for path in (_ROOT / package).rglob("*.py"):
+            first = path.relative_to(_ROOT / package).parts[0].removesuffix(".py")
+            if first not in without:
+                found.append(path)
+    return sorted(found)
+
+
+def code_fingerprint() -> str:
+    """sha256 hex over names and sources of those modules, line endings made equal."""
+    sha = hashlib.sha256()
+    for path in fingerprinted_files():
+        source = path.read_bytes().replace(b"\r\n", b"\n")
+        sha.update(f"{path.relative_to(_ROOT).as_posix()} {len(source)}\n".encode())
+        sha.update(source)
+    return sha.hexdigest()
