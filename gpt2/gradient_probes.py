@@ -1,0 +1,125 @@
+"""Dear probes: the error of delta, what it does to dW_Q, and what the optimiser makes of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import measures
+from .probe_registry import ProbeContext, nested, register
+
+
+def _delta_differences(ctx: ProbeContext) -> list[Tensor]:
+    """e of each layer [B, H, T]: delta from the stored O minus delta from the unrounded O."""
+    if "delta_differences" not in ctx.scratch:
+        taps, douts, _ = ctx.training_taps()
+        if any(t.probe is None or t.probe.out_fp32 is None for t in taps):
+            raise ValueError("this attention backend reports no unrounded O; use emulated, triton")
+        ctx.scratch["delta_differences"] = [
+            measures.delta_difference(d, t.out, t.probe.out_fp32) for d, t in zip(douts, taps)
+        ]
+    return ctx.scratch["delta_differences"]
+
+
+@register("delta_error", cost="dear")
+def delta_error(ctx: ProbeContext) -> dict:
+    """Signed mean, standard error and rms of delta_lp - delta_hp per head, training batch.
+
+    Of the *stored* O, whatever delta the run itself uses: in the high-precision twin it is the
+    error that the run would make.
+    """
+    found = [measures.mean_per_head(e) for e in _delta_differences(ctx)]
+    return {f"delta_error_{s}": nested([f[s] for f in found]) for s in ("mean", "stderr", "rms")}
+
+
+def weight_changes(ctx: ProbeContext) -> Tensor:
+    """Error of dW_Q by the error of delta, [L, H, D, C] (mean loss over the sequences seen)."""
+    if "weight_changes" not in ctx.scratch:
+        if getattr(ctx.config, "qk_norm", False):
+            raise ValueError("with qk_norm q is not W_Q x, so this decomposition does not apply")
+        taps, _, _ = ctx.training_taps()
+        scale = ctx.config.head_dim**-0.5
+        ctx.scratch["weight_changes"] = torch.stack(
+            [
+                measures.weight_gradient_change(
+                    e, measures.attended_keys(t.q, t.k), t.x.float(), scale
+                ).detach()
+                for e, t in zip(_delta_differences(ctx), taps)
+            ]
+        )
+    return ctx.scratch["weight_changes"]
+
+
+@register("weight_gradient_error", cost="dear")
+def weight_gradient_error(ctx: ProbeContext) -> dict:
+    """Relative size of the error in dW_Q, and its cosine with W_Q's first singular pair."""
+    change = weight_changes(ctx)
+    taps, _, dqs = ctx.training_taps()
+    whole = torch.stack([measures.head_gradients(dq, t.x.detach()) for dq, t in zip(dqs, taps)])
+    _, u, v = ctx.leading_pairs()
+    return {
+        "dwq_error_ratio": measures.relative_size(change, whole).tolist(),
+        "dwq_error_cosine": measures.alignment(change, u, v).tolist(),
+        "dwq_cosine": measures.alignment(whole, u, v).tolist(),
+    }
+
+
+@register("update", cost="dear", phase="after")
+def update(ctx: ProbeContext) -> dict:
+    """Size of the optimiser's change of W_Q relative to W_Q, and its cosine with the pair."""
+    before = ctx.scratch["weights_before"]
+    _, u, v = ctx.scratch["leading_pairs"]
+    change = ctx.query_weights() - before
+    return {
+        "update_ratio": measures.relative_size(change, before).tolist(),
+        "update_cosine": measures.alignment(change, u, v).tolist(),
+    }
+
+
+@register("update_error", cost="dear", phase="after")
+def update_error(ctx: ProbeContext) -> dict:
+    """What the error in dW_Q did to Adam's update: relative size, cosine with the pair.
+
+    Clipping and Adam's division break the proportionality between gradient and update that the
+    paper's formula assumes; this measures what is left of the error after both.
+    """
+    pairs = [
+        _adam_change(ctx, layer.c_attn.weight, change)
+        for layer, change in zip(ctx.model.attention_layers, ctx.scratch["weight_changes"])
+    ]
+    change, taken = (torch.stack(part) for part in zip(*pairs))
+    _, u, v = ctx.scratch["leading_pairs"]
+    return {
+        "update_error_ratio": measures.relative_size(change, taken).tolist(),
+        "update_error_cosine": measures.alignment(-change, u, v).tolist(),  # Adam steps downhill
+    }
+
+
+def _adam_change(ctx: ProbeContext, weight: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """`measures.adam_change` for the W_Q rows of c_attn.weight; change [H, D, C]."""
+    optimizers = ctx.optimizer.all() if hasattr(ctx.optimizer, "all") else [ctx.optimizer]
+    state = next((o.state[weight] for o in optimizers if o is not None and weight in o.state), {})
+    if "exp_avg_sq" not in state or weight.grad is None:
+        raise ValueError("update_error needs AdamW's moments of c_attn.weight")
+    c, rows = ctx.config, change.shape[0] * change.shape[1]
+    shape = change.shape
+
+    def slices(t: Tensor) -> Tensor:
+        return t[:rows].detach().double().view(shape)
+
+    return measures.adam_change(
+        slices(weight.grad),
+        change.double() * _clip_scale(ctx),
+        slices(state["exp_avg"]),
+        slices(state["exp_avg_sq"]),
+        int(state["step"]),
+        beta1=c.beta1,
+        beta2=c.beta2,
+        eps=c.adam_eps,
+    )
+
+
+def _clip_scale(ctx: ProbeContext) -> float:
+    """What clipping multiplied the gradient with; the row's grad_norm is from before it."""
+    norm, limit = ctx.metrics.get("grad_norm"), ctx.config.grad_clip
+    return min(1.0, limit / (norm + 1e-6)) if norm and limit else 1.0
