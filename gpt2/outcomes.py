@@ -67,7 +67,7 @@ class OutcomeTracker:
         self.numerator = 0.0  # weighted sum of losses
         self.weight = 0.0  # sum of the weights
         self.minimum: float | None = None
-        self.rising_since: int | None = None  # first step of the present excursion
+        self.above_since: int | None = None  # first step of the present excursion
         self.verdict: str | None = None
         self.verdict_step: int | None = None
 
@@ -95,10 +95,10 @@ class OutcomeTracker:
         if self.minimum is None or smoothed < self.minimum:
             self.minimum = smoothed
         if smoothed <= self.minimum + DIVERGED_NATS:
-            self.rising_since = None
-        elif self.rising_since is None:
-            self.rising_since = step
-        elif step - self.rising_since >= DIVERGED_STEPS:
+            self.above_since = None
+        elif self.above_since is None:
+            self.above_since = step
+        elif step - self.above_since >= DIVERGED_STEPS:
             return self._decide(step, "diverged")
         return None
 
@@ -106,16 +106,19 @@ class OutcomeTracker:
         self.step, self.verdict, self.verdict_step = step, verdict, step
         return verdict
 
-    def state_dict(self) -> dict:
+    def to_dict(self) -> dict:
         """Plain JSON types (Python's JSON keeps every bit of a finite float)."""
         return dict(vars(self))
 
-    def load_state_dict(self, state: Mapping) -> None:
-        """Raises ValueError unless `state` has exactly the keys of `state_dict`."""
-        if set(state) != set(vars(self)):
-            wrong = sorted(set(state) ^ set(vars(self)))
+    @classmethod
+    def from_dict(cls, state: Mapping) -> OutcomeTracker:
+        """Inverse of `to_dict`. Raises ValueError unless `state` has exactly its keys."""
+        tracker = cls()
+        if set(state) != set(vars(tracker)):
+            wrong = sorted(set(state) ^ set(vars(tracker)))
             raise ValueError(f"not the state of an outcome tracker: {', '.join(wrong)}")
-        vars(self).update(state)
+        vars(tracker).update(state)
+        return tracker
 
 
 def smooth(steps: Sequence[int], losses: Sequence[float]) -> np.ndarray:
@@ -130,7 +133,7 @@ def smooth(steps: Sequence[int], losses: Sequence[float]) -> np.ndarray:
 
 
 def divergence(steps: Sequence[int], losses: Sequence[float]) -> OutcomeTracker:
-    """Run the rule over a whole loss curve; read `verdict`, `verdict_step`, `rising_since`."""
+    """Run the rule over a whole loss curve; read `verdict`, `verdict_step`, `above_since`."""
     tracker = OutcomeTracker()
     for step, loss in zip(steps, losses):
         if tracker.update(int(step), float(loss)) is not None:
@@ -266,15 +269,20 @@ class Outcome:
 
 
 def summarize(
-    metrics: Mapping, twin: Mapping | None = None, *, failing_step: int | None = None
+    metrics: Mapping,
+    twin: Mapping | None = None,
+    *,
+    failing_step: int | None = None,
+    tracker: OutcomeTracker | None = None,
 ) -> Outcome:
     """Apply every rule to a run's metrics.
 
     twin: metrics of the paired run, without which no onset can be judged. failing_step: the step
-    at which the failing arm failed, without which no run can be called healthy.
+    at which the failing arm failed, without which no run can be called healthy. tracker: the run's
+    own at its end; needed for a fork, whose minimum so far is partly its parent's.
     """
     steps, losses = _with_nonfinite(metrics, "train_loss")
-    tracker = divergence(steps, losses)
+    tracker = divergence(steps, losses) if tracker is None else tracker
     failed_step = tracker.verdict_step
     last = failed_step if failed_step is not None else (int(steps[-1]) if len(steps) else 0)
     first_sign = None if twin is None else onset(metrics, twin, failed_step=failed_step)
@@ -289,7 +297,7 @@ def summarize(
         kind=kind,
         last_step=last,
         diverged_step=failed_step if kind == "diverged" else None,
-        diverged_from=tracker.rising_since if kind == "diverged" else None,
+        diverged_from=tracker.above_since if kind == "diverged" else None,
         nonfinite_step=failed_step if kind == "nonfinite" else None,
         onset=first_sign,
         train_loss=_last_finite(losses),

@@ -32,8 +32,8 @@ def test_a_jump_that_stays_is_called_100_steps_after_the_smoothed_loss_crosses()
     tracker = divergence(range(700), losses)
     assert tracker.verdict == "diverged"
     # smoothed = 5 - 3 * 0.5**(k/20): above 2 + 1 once k > 20 * log2(1.5) = 11.7; minimum near 2.05
-    assert 410 <= tracker.rising_since <= 414
-    assert tracker.verdict_step == tracker.rising_since + outcomes.DIVERGED_STEPS
+    assert 410 <= tracker.above_since <= 414
+    assert tracker.verdict_step == tracker.above_since + outcomes.DIVERGED_STEPS
 
 
 def test_a_spike_that_recovers_within_100_steps_is_no_divergence():
@@ -50,7 +50,7 @@ def test_a_slow_rise_counts_from_the_minimum_so_far_not_from_a_recent_value():
     losses = np.concatenate([falling(400), np.linspace(2.0, 4.0, 1500)])
     tracker = divergence(range(1900), losses)
     assert tracker.verdict == "diverged"
-    assert 1150 <= tracker.rising_since <= 1230
+    assert 1150 <= tracker.above_since <= 1230
 
 
 def test_logging_every_tenth_step_calls_the_same_divergence_within_ten_steps():
@@ -78,11 +78,11 @@ def test_state_through_json_resumes_exactly():
     straight, resumed = OutcomeTracker(), OutcomeTracker()
     for step, loss in enumerate(losses):
         straight.update(step, loss)
-        state = json.loads(json.dumps(resumed.state_dict(), allow_nan=False))
-        resumed = OutcomeTracker()
-        resumed.load_state_dict(state)
+        resumed = OutcomeTracker.from_dict(
+            json.loads(json.dumps(resumed.to_dict(), allow_nan=False))
+        )
         resumed.update(step, loss)
-        assert resumed.state_dict() == straight.state_dict()
+        assert resumed.to_dict() == straight.to_dict()
     assert straight.verdict == "diverged"
 
 
@@ -92,7 +92,7 @@ def test_steps_out_of_order_and_foreign_state_are_refused():
     with pytest.raises(ValueError, match="step 5 does not follow step 5"):
         tracker.update(5, 1.0)
     with pytest.raises(ValueError, match="bogus"):
-        tracker.load_state_dict({"bogus": 1})
+        OutcomeTracker.from_dict({"bogus": 1})
 
 
 def test_smoothed_curve_starts_at_the_first_loss_and_ends_at_a_nan():
