@@ -13,8 +13,6 @@ import datetime
 import hashlib
 import importlib.util
 import json
-import os
-import platform
 import re
 import shutil
 import signal
@@ -28,6 +26,7 @@ from pathlib import Path
 import nbformat
 
 from . import ROOT
+from .captions import machine
 from .chapters import (
     BuildError,
     Chapter,
@@ -72,15 +71,6 @@ class Layout:
         return self.build / "html"
 
 
-def device() -> str:
-    """The machine as a caption names it, for example '2-core x86_64 CPU' or 'NVIDIA H200'."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{os.cpu_count()}-core {platform.machine()} CPU"
-
-
 def execute_chapters(
     layout: Layout,
     chapters: list[Chapter],
@@ -92,12 +82,12 @@ def execute_chapters(
     """Run `chosen` (or load them), load what is there of the rest. Keys: chapter names."""
     cache = Cache(layout.build / "cache")
     cache.folder.mkdir(parents=True, exist_ok=True)
-    code, machine, result = code_hash(layout.root), device(), {}
+    code, here, result = code_hash(layout.root), machine(), {}
     asked = {c.name: c.parameters() for c in chosen}  # all are checked before the first one runs
     for place, chapter in enumerate(chosen, start=1):
         wanted = {"preset": preset, "static": True}
         parameters = {k: v for k, v in wanted.items() if k in asked[chapter.name]}
-        key = chapter_key(chapter, code, parameters, machine)
+        key = chapter_key(chapter, code, parameters, here)
         label = f"[{place}/{len(chosen)}] {chapter.name}"
         if hit := cache.get(chapter, key):
             say(f"{label}: unchanged, executed {hit.record['date']} in {hit.record['seconds']} s")
@@ -109,7 +99,7 @@ def execute_chapters(
         record = {
             "preset": preset if "preset" in parameters else None,
             "code": code[:12],
-            "device": machine,
+            "device": here,
             "date": datetime.date.today().isoformat(),
             "seconds": round(seconds, 1),
             "versions": versions(),
