@@ -5,7 +5,8 @@ tokenizer's end id), tokenizer.json and the sidecar meta.json. Until then the wo
 `.NAME.partial` folder beside it, one finished shard after the other.
 
 A document is held out when the hash of its bytes, as a fraction of its range, is below
-`held_out_fraction`: before tokenisation, the same on every machine, and copies stay together.
+`held_out_fraction`: before tokenisation, the same on every machine, and copies stay together. At
+least one document lies on each side; of a single document the end is held out.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ FORMAT = 1
 SPLITS = {"train": "train.bin", "held_out": "val.bin"}
 
 
-def build_corpus(source, plan: dict, out, progress: bool = True) -> None:
+def build_corpus(open_source, plan: dict, out, progress: bool = True) -> None:
     """Write the folder `out`, or return at once where another process has. See the module.
 
-    source: see `gpt2.sources`; plan: from `corpus_plan`, recorded in the sidecar.
+    open_source: called only where something is to be done, gives a source (see `gpt2.sources`).
+    plan: from `corpus_plan`, recorded in the sidecar.
     Raises ValueError where `out` holds something else.
     """
     out = Path(out)
@@ -39,13 +41,12 @@ def build_corpus(source, plan: dict, out, progress: bool = True) -> None:
     with locked(out.parent / f".{out.name}.lock"):
         if is_built(out, plan):
             return
+        source = open_source()
         work = out.parent / f".{out.name}.partial"
         _start(work, plan)
-        fraction = plan["held_out_fraction"]
-        if len(source) == 1:
-            source = _TwoParts(source, fraction)
-        tokenizer = _tokenizer(source, plan["tokenizer"], fraction, work, progress)
-        shards = _tokenise(source, tokenizer, fraction, work, progress)
+        source, rule = _split(source, plan["held_out_fraction"])
+        tokenizer = _tokenizer(source, plan["tokenizer"], rule, work, progress)
+        shards = _tokenise(source, tokenizer, rule, work, progress)
         _merge(shards, tokenizer, plan, work)
         os.replace(work, out)
 
@@ -86,10 +87,10 @@ def _start(work: Path, plan: dict) -> None:
 
 
 class _TwoParts:
-    """A single document as two: its end, cut at a line, is held out."""
+    """A single document as two: its end, cut at a line, is to be held out."""
 
     def __init__(self, source, held_out_fraction: float):
-        text = source.read(0)
+        (text,) = source.documents(range(1))
         cut = max(1, int(len(text) * (1 - held_out_fraction)))
         line = text.rfind(b"\n", 0, cut) + 1
         self._parts = [text[: line or cut], text[line or cut :]]
@@ -98,36 +99,51 @@ class _TwoParts:
     def __len__(self) -> int:
         return 2
 
-    def read(self, index: int) -> bytes:
-        return self._parts[index]
-
-    def held_out(self, index: int) -> bool:
-        return index == 1
+    def documents(self, indices: range) -> list[bytes]:
+        return self._parts
 
 
-def _position(digest: bytes) -> float:
+def _split(source, held_out_fraction: float):
+    """(source, rule): rule(index, sha256 digest) says whether a document is held out.
+
+    Where few documents are to be expected on one side, all are hashed first and the border moves
+    next to a document if that side would be empty.
+    """
+    if len(source) == 1:
+        return _TwoParts(source, held_out_fraction), lambda index, digest: index == 1
+    border = held_out_fraction
+    if len(source) * min(border, 1 - border) < 30:
+        texts = source.documents(range(len(source)))
+        places = sorted({_place(hashlib.sha256(text).digest()) for text in texts if text})
+        if len(places) < 2:
+            raise ValueError(
+                f"corpus {source.name} has fewer than 2 different documents with text, so none "
+                "can be held out; add documents"
+            )
+        low, high = sum(places[:2]) / 2, sum(places[-2:]) / 2
+        border = min(max(border, low), high)
+    return source, lambda index, digest: _place(digest) < border
+
+
+def _place(digest: bytes) -> float:
     """A document's place in [0, 1) by its hash."""
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _documents(source, indices, held_out_fraction: float) -> Iterator[tuple[bytes, bytes, bool]]:
+def _documents(source, indices: range, rule) -> Iterator[tuple[bytes, bytes, bool]]:
     """(bytes, sha256, held out) of each document that is not empty."""
-    for index in indices:
-        text = source.read(index)
+    for index, text in zip(indices, source.documents(indices)):
         if text:
             digest = hashlib.sha256(text).digest()
-            if isinstance(source, _TwoParts):
-                yield text, digest, source.held_out(index)
-            else:
-                yield text, digest, _position(digest) < held_out_fraction
+            yield text, digest, rule(index, digest)
 
 
-def _tokenizer(source, spec: str, held_out_fraction: float, work: Path, progress: bool):
+def _tokenizer(source, spec: str, rule, work: Path, progress: bool):
     """The tokenizer of `spec`; a BPE learns from training documents only, once."""
     path = work / "tokenizer.json"
     if not path.is_file():
         if spec.startswith("bpe:"):
-            documents = _documents(source, range(len(source)), held_out_fraction)
+            documents = _documents(source, range(len(source)), rule)
             texts = (text for text, _, held_out in documents if not held_out)
             made = BpeTokenizer.train(texts, int(spec[4:]), progress)
         else:
@@ -136,47 +152,30 @@ def _tokenizer(source, spec: str, held_out_fraction: float, work: Path, progress
     return load_tokenizer(spec, path.read_text(encoding="utf-8"))
 
 
-def _tokenise(source, tokenizer, held_out_fraction: float, work: Path, progress: bool):
-    """Every shard's note, tokenising those that are not finished."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    notes = []
-    bar = tqdm(
-        total=len(source),
-        unit="doc",
-        desc="tokenising",
-        disable=not progress,
-        delay=1,
-        leave=False,
-    )
-    with bar:
+def _tokenise(source, tokenizer, rule, work: Path, progress: bool) -> list[tuple[Path, dict]]:
+    """(base path, note) of every shard, tokenising those that are not finished."""
+    shards = []
+    told = dict(unit="doc", desc="tokenising", delay=1, leave=False, disable=not progress)
+    with tqdm(total=len(source), **told) as bar:
         for number, indices in enumerate(source.shards):
             base = work / f"shard-{number:05d}"
             note = _finished(base)
             if note is None:
-                documents = list(_documents(source, indices, held_out_fraction))
-                note = _write_shard(base, documents, tokenizer, dtype)
-            notes.append((base, note))
+                note = _write_shard(base, list(_documents(source, indices, rule)), tokenizer)
+            shards.append((base, note))
             bar.update(len(indices))
-    held = sum(note["held_out"]["documents"] for _, note in notes)
-    everything = sum(note["train"]["documents"] for _, note in notes) + held
-    if everything < 2:
-        raise ValueError("the corpus has fewer than 2 documents with text; nothing to hold out")
-    if 0 < held < everything:
-        return notes
-    # Few documents, none of them (or all) below the fraction: move the border next to one.
-    positions = sorted(p for _, note in notes for p in note["positions"])
-    border = (positions[0] + positions[1]) / 2
-    for base, _ in notes:
-        base.with_suffix(".json").unlink()
-    return _tokenise(source, tokenizer, border, work, progress)
+    return shards
 
 
-def _write_shard(base: Path, documents: list, tokenizer, dtype) -> dict:
+def _write_shard(base: Path, documents: list, tokenizer) -> dict:
+    """Write the tokens of a shard's two splits and, last, the note that says it is finished."""
+    dtype = token_dtype(tokenizer.vocab_size)
     ids = tokenizer.encode([text for text, _, _ in documents])
     end = np.array([tokenizer.end], dtype=dtype)
-    note = {"digests": "".join(f"{held:d}{digest.hex()}" for _, digest, held in documents)}
-    small = len(documents) <= 1000
-    note["positions"] = [_position(digest) for _, digest, _ in documents] if small else []
+    sha = hashlib.sha256()
+    for _, digest, held_out in documents:
+        sha.update(bytes([held_out]) + digest)
+    note = {"documents": sha.hexdigest()}
     for split in SPLITS:
         chosen = [i for i, d in enumerate(documents) if d[2] == (split == "held_out")]
         parts = [part for i in chosen for part in (ids[i].astype(dtype), end)]
@@ -184,8 +183,7 @@ def _write_shard(base: Path, documents: list, tokenizer, dtype) -> dict:
         write_atomically(base.with_suffix(f".{split}"), tokens.tofile)
         size = sum(len(documents[i][0]) for i in chosen)
         note[split] = {"documents": len(chosen), "bytes": size, "tokens": len(tokens)}
-        note[split]["file_bytes"] = tokens.nbytes
-    write_json(base.with_suffix(".json"), note)
+    write_json(base.with_suffix(".json"), {**note, "width": tokens.itemsize})
     return note
 
 
@@ -193,10 +191,13 @@ def _finished(base: Path) -> dict | None:
     """The note of a shard, which is written last, if its files are whole."""
     try:
         note = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
-        sizes = [base.with_suffix(f".{s}").stat().st_size == note[s]["file_bytes"] for s in SPLITS]
+        for split in SPLITS:
+            size = base.with_suffix(f".{split}").stat().st_size
+            if size != note[split]["tokens"] * note["width"]:
+                return None
     except (OSError, ValueError, KeyError):
         return None
-    return note if all(sizes) else None
+    return note
 
 
 def _merge(shards: list, tokenizer, plan: dict, work: Path) -> None:
@@ -209,7 +210,7 @@ def _merge(shards: list, tokenizer, plan: dict, work: Path) -> None:
     sha = hashlib.sha256(f"corpus {FORMAT} {plan['tokenizer']} ".encode())
     sha.update((work / "tokenizer.json").read_bytes())
     for _, note in shards:
-        sha.update(note["digests"].encode())
+        sha.update(bytes.fromhex(note["documents"]))
     meta["sha256"] = sha.hexdigest()
     for split, name in SPLITS.items():
         counts = {k: sum(n[split][k] for _, n in shards) for k in ("documents", "bytes", "tokens")}

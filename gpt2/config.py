@@ -18,7 +18,26 @@ from pathlib import Path
 
 from . import nanogpt
 from .coerce import nearest_hint
-from .schema import GROUPS, OPTIONS, RunConfig, clean_overrides, validate
+from .schema import GROUPS, OPTIONS, ConfigNote, RunConfig, clean_overrides, validate
+
+__all__ = [
+    "PRESETS",
+    "PRESET_NOTES",
+    "ConfigNote",
+    "ConfigParser",
+    "RunConfig",
+    "add_arguments",
+    "changes_from_preset",
+    "config_from_args",
+    "describe",
+    "difference",
+    "get_preset",
+    "make_config",
+    "parse_assignments",
+    "read_config_file",
+    "validate",
+]
+
 
 _GPT2 = dict(
     block_size=1024,
@@ -203,10 +222,11 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=99)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, groups: tuple[str, ...] = GROUPS) -> None:
     """--preset, --config and one option per field, grouped; read with `config_from_args`.
 
-    Options may be written with - or _. nanoGPT's names work but are not listed.
+    Options may be written with - or _. nanoGPT's names work but are not listed. groups: those to
+    list; the options of the others are taken too, but not listed either.
     """
     notes = "\n".join(f"  {name:6} {note}" for name, note in PRESET_NOTES.items())
     text = f"presets:\n{notes}\n\nThe values in brackets below are those of the cpu preset."
@@ -214,15 +234,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--preset", metavar="NAME", help="one of the above [cpu]")
     source.add_argument("--config", metavar="FILE", help="YAML file (or nanoGPT's .py) of keys")
     for title in GROUPS:
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(title) if title in groups else None
         for name, option in OPTIONS.items():
             if option.metadata["group"] == title:
-                _add_option(group, name, option)
+                _add_option(group or parser, name, option, listed=group is not None)
     for name in nanogpt.NAMES + nanogpt.IGNORED:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def _add_option(group, name: str, option) -> None:
+def _add_option(group, name: str, option, listed: bool) -> None:
     choices = option.metadata["choices"]
     text = option.metadata["help"]
     if choices:
@@ -230,11 +250,11 @@ def _add_option(group, name: str, option) -> None:
     default = option.default
     shown = ",".join(default) if isinstance(default, tuple) else str(default).lower()
     metavar = {"int": "N", "float": "X", "bool": "yes|no"}.get(option.type.split(" ")[0], "TEXT")
-    hidden = dict(dest=name, default=argparse.SUPPRESS)
-    shown = f"{text} [{shown}]".replace("%", "%%")
-    group.add_argument(f"--{name}", metavar=metavar, help=shown, **hidden)
+    shared = dict(dest=name, default=argparse.SUPPRESS)
+    shown = f"{text} [{shown}]".replace("%", "%%") if listed else argparse.SUPPRESS
+    group.add_argument(f"--{name}", metavar=metavar, help=shown, **shared)
     if "_" in name:
-        group.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, **hidden)
+        group.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, **shared)
 
 
 def config_from_args(args: argparse.Namespace) -> RunConfig:

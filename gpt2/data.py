@@ -125,7 +125,7 @@ def corpus_folder(config: RunConfig, cache_dir="data", progress: bool = True) ->
     short = f"{kind}-{config.tokenizer.replace(':', '')}-{_hash_of(plan)[:12]}"
     out = Path(cache_dir) / short
     if not is_built(out, plan):
-        build_corpus(open_source(), plan, out, progress)
+        build_corpus(open_source, plan, out, progress)
     return out
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-# Tools that look at results, or speak to people, and cannot change a run.
+# Tools that cannot change a run. (Outcomes stay in: they decide when a run stops.)
 _WITHOUT = {
     "kernels": ("bench", "forensics"),
-    "gpt2": ("prepare", "fork", "fingerprint", "outcomes"),
+    "gpt2": ("prepare", "fingerprint"),
 }
 
 

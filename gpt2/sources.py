@@ -2,7 +2,7 @@
 
 A source is an ordered list of documents: `name`, `fingerprint` (changes when the documents do, and
 is found without reading them), `shards` (ranges of about 32 MB, the unit of work) and
-`read(index) -> bytes`.
+`documents(indices)`, their bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,9 @@ class FileSource:
             bounds.append(len(self.files))
         return [range(a, b) for a, b in zip(bounds, bounds[1:])]
 
-    def read(self, index: int) -> bytes:
-        with open(self.files[index][1], "rb") as file:
-            return file.read()
+    def documents(self, indices: range) -> Iterator[bytes]:
+        for index in indices:
+            yield Path(self.files[index][1]).read_bytes()
 
 
 def file_source(name: str, found: list[tuple[str, Path]], max_bytes: int) -> FileSource:
@@ -135,8 +136,8 @@ class DatasetSource:
 
     def _rows_within(self, max_bytes: int) -> int:
         total = 0
-        for i in range(len(self._dataset)):
-            total += len(self.read(i))
+        for i, text in enumerate(self.documents(range(len(self._dataset)))):
+            total += len(text)
             if total > max_bytes:
                 return i
         return len(self._dataset)
@@ -149,8 +150,10 @@ class DatasetSource:
         rows = 8_000  # of about 4-5 kB each in OpenWebText
         return [range(a, min(a + rows, len(self))) for a in range(0, len(self), rows)]
 
-    def read(self, index: int) -> bytes:
-        return self._dataset[index]["text"].encode("utf-8", errors="replace")
+    def documents(self, indices: range) -> Iterator[bytes]:
+        for begin in range(indices.start, indices.stop, 1_000):
+            rows = self._dataset[begin : min(begin + 1_000, indices.stop)]["text"]
+            yield from ((row or "").encode("utf-8", errors="replace") for row in rows)
 
 
 OPENWEBTEXT = "Skylion007/openwebtext"
