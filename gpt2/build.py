@@ -79,6 +79,8 @@ def is_built(out: Path, plan: dict) -> bool:
 
 def _start(work: Path, plan: dict) -> None:
     """Keep a partial folder of the same plan, replace any other."""
+    for torn in work.glob(".*.tmp"):
+        torn.unlink()
     note = work / "plan.json"
     if not note.is_file() or json.loads(note.read_text(encoding="utf-8")) != plan:
         shutil.rmtree(work, ignore_errors=True)

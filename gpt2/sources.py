@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,9 @@ def file_source(name: str, found: list[tuple[str, Path]], max_bytes: int) -> Fil
         chosen.append((label, str(path), stat.st_size))
         sha.update(f"{label} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     if not chosen:
-        why = f"; the smallest has {smallest} bytes and corpus_max_bytes={max_bytes}"
-        raise ValueError(f"corpus {name} has no documents{why if smallest else ''}")
+        why = f"the smallest has {smallest} bytes and corpus_max_bytes={max_bytes}"
+        why = why if smallest else "no file there has text; use corpus=files:GLOB"
+        raise ValueError(f"corpus {name} has no documents: {why}")
     return FileSource(name, tuple(chosen), sha.hexdigest())
 
 
@@ -120,7 +122,14 @@ def globbed_files(pattern: str, max_bytes: int) -> FileSource:
     paths = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
     if not paths:
         raise ValueError(f"corpus files:{pattern} matches no file; quote the pattern and check it")
-    return file_source(f"files:{pattern}", [(p, Path(p)) for p in paths], max_bytes)
+    source = file_source(f"files:{pattern}", [(p, Path(p)) for p in paths], max_bytes)
+    if len(source) < len(paths):
+        warnings.warn(
+            f"files:{pattern}: {len(paths) - len(source)} of {len(paths)} files are left out, being "
+            f"empty or beyond corpus_max_bytes={max_bytes} (0 takes all)",
+            stacklevel=2,
+        )
+    return source
 
 
 class DatasetSource:
