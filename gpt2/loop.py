@@ -1,0 +1,406 @@
+"""The training loop: one optimiser step, what happens around it, and exact resume.
+
+Step s is the update number s, from 0. At the top of step s the weights have seen s updates; there,
+in this order: checkpoint, held-out loss, probes, then forward, backward, clipping, update. A row of
+metrics with "train_loss" is the loss of batch s before its update.
+
+Losses stay on the device and are read every few steps (`flush`), so the divergence rule sees every
+loss but up to `flush_every` steps late; rows after a verdict are dropped. All randomness is a
+function of (seeds, step): batches, dropout and stochastic rounding need no saved random state, and
+evaluation cannot disturb it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import hardware
+from .checkpoint import Checkpoint, load_weights, prune, save_checkpoint
+from .config import RunConfig
+from .distributed import Group
+from .feed import Feed
+from .model import GPT
+from .optim import Optimizers, learning_rate
+from .outcomes import OutcomeTracker
+from .probes import ProbeContext, Probes
+from .runs import RunWriter
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_ROWS = 50_000  # longer runs log every second, third... training loss
+
+
+class Stopped(Exception):
+    """Training was asked to stop; the state is saved. `step` updates are done."""
+
+    def __init__(self, step: int, reason: str):
+        super().__init__(reason)
+        self.step, self.reason = step, reason
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from whole numbers, each of which changes all bits (splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15
+        state &= 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+def flush_interval(config: RunConfig, device: torch.device) -> int:
+    """Steps between host reads of the losses: the same on every process, about a second on a GPU."""
+    if device.type != "cuda":
+        return 10
+    return max(1, min(50, 4_000_000 // config.tokens_per_step))
+
+
+class Trainer:
+    """Everything that one run holds in memory. `run(to_step)` trains; see `gpt2.train.train`.
+
+    writer is None on processes that do not write. Raises ValueError for a batch that does not divide
+    over the processes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus,
+        device: torch.device,
+        group: Group,
+        run_dir: Path,
+        writer: RunWriter | None = None,
+    ):
+        self.config, self.corpus, self.device, self.group = config, corpus, device, group
+        self.run_dir, self.writer = run_dir, writer
+        self.micro, _ = config.accumulation(group.world)
+        self.model = GPT(config, config.vocab_size or corpus.vocab_size).to(device)
+        self.optimizers = Optimizers(self.model, config)
+        self.feed = Feed(corpus, config, device, group)
+        self.probes = Probes(config, run_dir) if writer else None
+        self.tracker = OutcomeTracker()
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
+        self.skipped = 0
+        self.step = 0
+        self.flush_every = flush_interval(config, device)
+        self.log_every = max(1, config.max_steps // MOST_ROWS)
+        self.should_stop = lambda: None
+        self.on_flush = lambda row: None
+        self._pending: list[tuple[int, Tensor, Tensor, float]] = []
+        self._clock = time.perf_counter()
+        self.tokens_per_s: float | None = None
+        self.held_out_loss: float | None = None
+        self.stochastic = self.model.stochastic
+        self._compile()
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _compile(self) -> None:
+        """torch.compile the trunk on a GPU ("auto") or always ("on")."""
+        mode = self.config.compile
+        self.compiled = mode == "on" or (mode == "auto" and self.device.type == "cuda")
+        if self.compiled:
+            self.model.compile_trunk()
+
+    def autocast(self):
+        dtype = DTYPES.get(self.config.dtype)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def _seed(self, step: int, sequence: int) -> int | Tensor:
+        """Seeds dropout for one micro-batch; returns the seed of stochastic attention."""
+        if self.config.dropout:
+            torch.manual_seed(mix(self.config.init_seed, step, sequence))
+        if not self.stochastic:
+            return 0
+        seed = mix(self.config.init_seed, self.config.order_seed, step, sequence)
+        return torch.full((), seed, dtype=torch.int64, device=self.device)
+
+    def forward_backward(self, step: int, x: Tensor, y: Tensor) -> Tensor:
+        """Add the gradient of this process's share of a batch to `.grad`; returns its loss part.
+
+        Losses are sums over counted targets divided by the global batch's count of targets, so
+        that neither the number of micro-batches nor of processes changes loss or gradient.
+        """
+        count = self.config.tokens_per_step
+        total = torch.zeros((), device=self.device)
+        sequence = self.feed.rows.start
+        for mx, my in zip(x.split(self.micro), y.split(self.micro)):
+            seed = self._seed(step, sequence)
+            with self.autocast():
+                _, loss = self.model(mx, my, denominator=count, seed=seed)
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+            sequence += len(mx)
+        return total
+
+    def update(self, step: int) -> None:
+        """One optimiser step on batch `step`."""
+        optimizers, config = self.optimizers, self.config
+        optimizers.gradient.zero()
+        self.model.train()
+        loss = self.forward_backward(step, *self.feed.batch(step))
+        self.group.sum_(optimizers.gradient.buffer, config.grad_reduce_dtype)
+        if self.scaler.is_enabled():
+            for optimizer in optimizers.all():
+                self.scaler.unscale_(optimizer)
+        norm = optimizers.gradient.clip(config.grad_clip)
+        rate = learning_rate(config, step)
+        optimizers.set_rate(rate)
+        if self.scaler.is_enabled():
+            for optimizer in optimizers.all():
+                self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizers.step()
+        if config.qk_clip:
+            for layer in self.model.attention_layers:
+                self.group.max_(layer.max_logit)
+            self.model.clip_queries_and_keys()
+        self._pending.append((step, loss, norm, rate))
+
+    def _first_update(self, step: int) -> None:
+        """The first step compiles; where that fails, say so and go on without (unless "on")."""
+        if not self.compiled:
+            return self.update(step)
+        try:
+            self.update(step)
+        except Exception as error:  # compilers fail with many types
+            if self.config.compile == "on" or step != self.step or self._pending:
+                raise
+            if not type(error).__module__.startswith("torch._"):
+                raise
+            first = str(error).strip().splitlines()[0][:200]
+            warnings.warn(f"torch.compile is off: {type(error).__name__}: {first}", stacklevel=2)
+            self.compiled = False
+            self.model.eager_trunk()
+            self.update(step)
+
+    # -- around the steps -------------------------------------------------------------------------
+
+    def run(self, to_step: int) -> str:
+        """Train until `to_step` updates are done; "finished", "diverged" or "nonfinite".
+
+        Raises Stopped after saving a checkpoint if `should_stop()` gives a reason.
+        """
+        config, start = self.config, self.step
+        self._clock = time.perf_counter()
+        update = self._first_update
+        while self.step < to_step:
+            step = self.step
+            verdict = self._before(step, save=step > start)
+            if verdict:
+                return verdict
+            context = self._probe_before(step)
+            update(step)
+            update = self.update
+            self.step = step + 1
+            if context is not None:
+                self._probe_after(context)
+            if len(self._pending) >= self.flush_every:
+                verdict = self.flush()
+                if verdict:
+                    return verdict
+            self._stop_if_asked()
+        verdict = self.flush()
+        if verdict:
+            return verdict
+        if self.step > start:
+            self.save()
+        if self.step >= config.max_steps:
+            self._evaluate(self.step)
+        return "finished"
+
+    def _before(self, step: int, save: bool) -> str | None:
+        config = self.config
+        due_save = save and step % config.checkpoint_interval == 0
+        due_eval = step % config.eval_interval == 0
+        due_probe = self.probes is not None and self.probes.due(step)
+        if due_save or due_eval or due_probe:
+            verdict = self.flush()
+            if verdict:
+                return verdict
+        if due_save:
+            self.save()
+        if due_eval:
+            self._evaluate(step)
+        return None
+
+    def _stop_if_asked(self) -> None:
+        """Alone: at any step. In a group: together, at a flush."""
+        if self.group.world > 1 and self._pending:
+            return
+        reason = self.should_stop()
+        if self.group.world > 1:
+            asked = torch.tensor(float(reason is not None), device=self.device)
+            if self.group.max_(asked).item():
+                reason = reason or "another process was asked to stop"
+        if reason is None:
+            return
+        verdict = self.flush()
+        if verdict is None:
+            self.save()
+            raise Stopped(self.step, reason)
+
+    def flush(self) -> str | None:
+        """Read the pending losses, apply the divergence rule, write rows. The verdict, if any."""
+        if not self._pending:
+            return self.tracker.verdict
+        steps, losses, norms, rates = zip(*self._pending)
+        self._pending = []
+        summed = self.group.sum_(torch.stack(losses))
+        losses, norms = torch.stack([summed, torch.stack(norms)]).tolist()
+        now = time.perf_counter()
+        self.tokens_per_s = len(steps) * self.config.tokens_per_step / (now - self._clock)
+        self._clock = now
+        scaled = self.scaler.is_enabled()
+        rows, verdict = [], None
+        for step, loss, norm, rate in zip(steps, losses, norms, rates):
+            row = {"step": step, "train_loss": loss, "grad_norm": norm, "lr": rate}
+            if scaled:
+                self.skipped += not _finite(norm)
+                row["skipped_steps"] = self.skipped
+            verdict = self.tracker.update(step, loss, None if scaled else norm)
+            if step % self.log_every == 0 or verdict:
+                rows.append(row)
+            if verdict:
+                break
+        if rows:
+            rows[-1]["tokens_per_s"] = round(self.tokens_per_s, 1)
+            self._write(rows)
+        self.on_flush(row)
+        return verdict
+
+    def _write(self, rows: list[dict]) -> None:
+        if self.writer:
+            self.writer.write(rows)
+
+    def _pause_clock(self, work):
+        """Run `work` without its time counting against tokens per second."""
+        began = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self._clock += time.perf_counter() - began
+
+    def _evaluate(self, step: int) -> None:
+        self.held_out_loss = self._pause_clock(self.held_out)
+        self._write([{"step": step, "held_out_loss": self.held_out_loss}])
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """Mean loss over evenly spaced held-out windows; draws from no random state."""
+        self.model.eval()
+        starts = self.corpus.evaluation_starts(self.config).reshape(-1)
+        starts = starts[self.group.rank :: self.group.world]
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for i in range(0, len(starts), self.micro):
+            x, y = self.corpus.batch("held_out", starts[i : i + self.micro], self.config.block_size)
+            x, y = x.to(self.device), y.to(self.device)
+            seed = mix(self.config.init_seed, i) if self.stochastic else 0
+            with self.autocast():
+                _, loss = self.model(x, y, denominator=1, seed=seed)
+            total += torch.stack([loss.double(), torch.tensor(float(y.numel())).to(total)])
+        self.model.train()
+        loss, count = self.group.sum_(total).tolist()
+        return loss / count
+
+    # -- probes -----------------------------------------------------------------------------------
+
+    def _context(self, step: int) -> ProbeContext:
+        x, y = self.feed.batch(step)
+        return ProbeContext(
+            model=self.model,
+            config=self.config,
+            step=step,
+            x=x[: self.micro],
+            y=y[: self.micro],
+            optimizer=self.optimizers,
+            run_dir=self.run_dir,
+            corpus=self.corpus,
+            full_batch=lambda: self.feed.batch(step),
+        )
+
+    def _probe_before(self, step: int) -> ProbeContext | None:
+        if self.probes is None or not self.probes.due(step):
+            return None
+        context = self._context(step)
+        context.metrics.update(self._pause_clock(lambda: self.probes.before_update(context)))
+        return context
+
+    def _probe_after(self, context: ProbeContext) -> None:
+        context.metrics.update(self._pause_clock(lambda: self.probes.after_update(context)))
+        if context.metrics:
+            self._write([{"step": context.step, **context.metrics}])
+
+    def end_probes(self, status: str) -> None:
+        """Let probes keep evidence of a run that ended by divergence or a nonfinite number."""
+        if self.probes is not None:
+            step = self.tracker.verdict_step
+            row = self.probes.on_end(self._context(self.step), status, step)
+            if row:
+                self._write([{"step": step, **row}])
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of the state after `self.step` updates and prune old ones."""
+        if self.writer is None:
+            return None
+        return self._pause_clock(self._save)
+
+    def _save(self) -> Path:
+        state = {
+            "tracker": self.tracker.to_dict(),
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "world_size": self.group.world,
+        }
+        path = save_checkpoint(
+            self.run_dir,
+            self.step,
+            dict(self.model.named_parameters()),
+            self.optimizers.state_tensors(),
+            state,
+        )
+        prune(self.run_dir, self.config.keep_checkpoints, self.tracker.above_since)
+        return path
+
+    def restore(self, checkpoint: Checkpoint | None) -> None:
+        """Take up a checkpoint (rank 0's, given to all processes). Raises CheckpointError."""
+        found = checkpoint is not None
+        head = self.group.share((checkpoint.step, checkpoint.state) if found else None)
+        if head is None:
+            return
+        self.step, state = head
+        weights = self.group.share_tensors(checkpoint.model if found else None, self.device)
+        moments = self.group.share_tensors(checkpoint.optimizer if found else None, self.device)
+        load_weights(self.model, weights)
+        self.optimizers.load_state_tensors(moments)
+        self.tracker = OutcomeTracker.from_dict(state["tracker"])
+        self.skipped = state["skipped"]
+        if state["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
+    @property
+    def flops_per_token(self) -> float:
+        c = self.config
+        n = self.model.count_parameters()
+        return hardware.flops_per_token(n, c.n_layer, c.n_head, c.head_dim, c.block_size)
+
+    def close(self) -> None:
+        self.feed.close()
+        if self.writer:
+            self.writer.close()
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
