@@ -6,8 +6,8 @@
         state.json              step, outcome tracker, loss scaler, sha256 of the two files
 
 A folder is filled under another name, synced, then renamed: a kill while saving leaves the older
-ones untouched. A damaged newest checkpoint is passed over with a warning; a wrong path is an error.
-Nothing else is state: batches, dropout and stochastic rounding are functions of the step.
+ones untouched. A damaged newest checkpoint is passed over with a warning; a wrong path is an
+error. Nothing else is state: batches, dropout and stochastic rounding are functions of the step.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _sync(path: Path) -> None:
 
 
 def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the prefixes that torch.compile and DistributedDataParallel add, in any order."""
+    """Names without the prefixes of torch.compile and DistributedDataParallel, in any order."""
 
     def strip(name: str) -> str:
         while name.startswith(PREFIXES):

@@ -97,8 +97,8 @@ class Group:
 def join(device_type: str) -> Group:
     """The group that torchrun set up, or a group of one.
 
-    torchrun tells each process its place by RANK, WORLD_SIZE and LOCAL_RANK; these are its protocol.
-    Raises RuntimeError if more processes than GPUs were asked for on this machine.
+    torchrun tells each process its place by RANK, WORLD_SIZE and LOCAL_RANK; these are its
+    protocol. Raises RuntimeError if more processes than GPUs were asked for on this machine.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or "RANK" not in os.environ:
@@ -125,8 +125,8 @@ def join(device_type: str) -> Group:
 class Watchdog:
     """Ends this process within seconds when another one of the group on this machine dies.
 
-    A collective waits for the lost process, NCCL's on the GPU, where no Python signal handler runs;
-    so a thread looks at the others' process ids. `on_loss(sentence)` is called first (the
+    A collective waits for the lost process, NCCL's on the GPU, where no Python signal handler
+    runs; so a thread looks at the others' process ids. `on_loss(sentence)` is called first (the
     writer notes the run's status), then the process exits with LOST_EXIT_CODE. Losses on other
     machines are left to torchrun and the collective's timeout.
     """
@@ -149,8 +149,8 @@ class Watchdog:
             if not _alive(pid, started):
                 return (
                     f"rank {rank} of {self.group.world} (process {pid} on {host}) is gone; "
-                    f"rank {self.group.rank} stops too. Run the same command again, with any number "
-                    "of processes, to continue from the last checkpoint"
+                    f"rank {self.group.rank} stops too. Run the same command again, with any "
+                    "number of processes, to continue from the last checkpoint"
                 )
         return None
 

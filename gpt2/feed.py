@@ -1,8 +1,8 @@
 """Batches on the device: which windows (BatchIndex), cut from tokens that lie where they are used.
 
 Small corpora are kept whole on the device and cut there by one gather; larger ones are read from
-the memory map a few steps ahead by a thread, pinned where the device is a GPU. Either way a batch is
-a function of (corpus, order_seed, step) alone.
+the memory map a few steps ahead by a thread, pinned where the device is a GPU. Either way a batch
+is a function of (corpus, order_seed, step) alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STARTS = 64  # steps whose window starts are computed and sent at once
 class Feed:
     """x, y int64 [B_local, T] of any step: this process's share of the step's global batch.
 
-    Process r of W takes sequences r*B/W to (r+1)*B/W of the recorded batch, so that the global batch
-    is the same for every W. Raises ValueError if the batch does not divide.
+    Process r of W takes sequences r*B/W to (r+1)*B/W of the recorded batch, so that the global
+    batch is the same for every W. Raises ValueError if the batch does not divide.
     """
 
     def __init__(self, corpus, config: RunConfig, device: torch.device, group: Group):

@@ -10,7 +10,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 # Tools that cannot change a run. (Outcomes stay in: they decide when a run stops.)
 _WITHOUT = {
     "kernels": ("bench", "forensics"),
-    "gpt2": ("prepare", "fingerprint"),
+    "gpt2": ("prepare", "fingerprint", "bench", "hardware", "many", "progress"),
 }
 
 

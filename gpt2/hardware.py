@@ -1,4 +1,4 @@
-"""What the machine can do: peak arithmetic by device name, FLOPs of a model, utilisation, warnings.
+"""What the machine can do: peak arithmetic by device name, utilisation, warnings.
 
 MFU (model FLOPs utilisation) follows PaLM (Chowdhery et al. 2022), appendix B: the arithmetic that
 the model needs, 6 N per token plus attention, over the device's dense bf16 peak. An unknown device

@@ -1,8 +1,8 @@
 """The training loop: one optimiser step, what happens around it, and exact resume.
 
 Step s is the update number s, from 0. At the top of step s the weights have seen s updates; there,
-in this order: checkpoint, held-out loss, probes, then forward, backward, clipping, update. A row of
-metrics with "train_loss" is the loss of batch s before its update.
+in this order: checkpoint, held-out loss, probes, then forward, backward, clipping, update. A row
+of metrics with "train_loss" is the loss of batch s before its update.
 
 Losses stay on the device and are read every few steps (`flush`), so the divergence rule sees every
 loss but up to `flush_every` steps late; rows after a verdict are dropped. All randomness is a
@@ -56,7 +56,7 @@ def mix(*numbers: int) -> int:
 
 
 def flush_interval(config: RunConfig, device: torch.device) -> int:
-    """Steps between host reads of the losses: the same on every process, about a second on a GPU."""
+    """Steps between host reads of the losses: alike on every process, about a second on a GPU."""
     if device.type != "cuda":
         return 10
     return max(1, min(50, 4_000_000 // config.tokens_per_step))
@@ -65,8 +65,8 @@ def flush_interval(config: RunConfig, device: torch.device) -> int:
 class Trainer:
     """Everything that one run holds in memory. `run(to_step)` trains; see `gpt2.train.train`.
 
-    writer is None on processes that do not write. Raises ValueError for a batch that does not divide
-    over the processes.
+    writer is None on processes that do not write. Raises ValueError for a batch that does not
+    divide over the processes.
     """
 
     def __init__(
@@ -303,7 +303,9 @@ class Trainer:
         starts = starts[self.group.rank :: self.group.world]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for i in range(0, len(starts), self.micro):
-            x, y = self.corpus.batch("held_out", starts[i : i + self.micro], self.config.block_size)
+            x, y = self.corpus.batch(
+                "held_out", starts[i : i + self.micro], self.config.block_size
+            )
             x, y = x.to(self.device), y.to(self.device)
             seed = mix(self.config.init_seed, i) if self.stochastic else 0
             with self.autocast():

@@ -1,9 +1,9 @@
 """The loss head: hidden states to cross-entropy without ever holding all logits.
 
 Logits of GPT-2 small are 50,304 wide: for 32,768 tokens 6.6 GB in fp32, several times over in an
-ordinary backward pass. Here tokens are taken in chunks; each chunk's logits give its loss *and* its
-gradient at once and are dropped (the method of Liger-Kernel's fused linear cross-entropy), so that
-memory is bounded by `BUDGET` whatever the batch.
+ordinary backward pass. Here tokens are taken in chunks; each chunk's logits give its loss *and*
+its gradient at once and are dropped (the method of Liger-Kernel's fused linear cross-entropy), so
+that memory is bounded by `BUDGET` whatever the batch.
 """
 
 from __future__ import annotations

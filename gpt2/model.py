@@ -28,8 +28,8 @@ class Tap:
     """Taken along a forward pass to see inside one attention layer; changes no bit of it.
 
     probe: filled by `kernels.attention`; None to leave it out. keep_grad: retain gradients, so
-    that after `backward` `tap.out.grad` is dO. Filled: x [B, T, C] (input of c_attn), q [B, H, T, D],
-    k, v [B, Hkv, T, D], out [B, H, T, D], in the dtypes that attention saw.
+    that after `backward` `tap.out.grad` is dO. Filled: x [B, T, C] (input of c_attn), q [B, H, T,
+    D], k, v [B, Hkv, T, D], out [B, H, T, D], in the dtypes that attention saw.
     """
 
     probe: Probe | None = field(default_factory=Probe)
@@ -62,8 +62,8 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention of one layer. numerics: None = PyTorch's own, else kernels.attention.
 
-    `c_attn.weight` holds the rows [W_Q (H*D), W_K (Hkv*D), W_V (Hkv*D)]. Dropout acts on the output
-    only: attention probabilities never leave the kernel.
+    `c_attn.weight` holds the rows [W_Q (H*D), W_K (Hkv*D), W_V (Hkv*D)]. Dropout acts on the
+    output only: attention probabilities never leave the kernel.
     """
 
     def __init__(self, config: RunConfig, layer: int):
@@ -176,9 +176,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model. vocab_size: rows of the embedding (the corpus's, padded or not).
 
-    Weights are drawn from their own generator seeded with `init_seed`, on the CPU, so that they are
-    the same on every device and no other random state moves. Raises ValueError for numerics that
-    do not fit the model.
+    Weights are drawn from their own generator seeded with `init_seed`, on the CPU, so that they
+    are the same on every device and no other random state moves. Raises ValueError for numerics
+    that do not fit the model.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
@@ -307,7 +307,8 @@ class GPT(nn.Module):
         """QK-clip: heads whose largest logit passed tau get W_Q and W_K scaled down.
 
         gamma = min(1, tau / max logit); both matrices by sqrt(gamma), or W_Q alone by gamma where
-        query heads share a key head. Source: Kimi K2 report, section 2.1. Call after the optimiser.
+        query heads share a key head. Source: Kimi K2 report, section 2.1. Call after the
+        optimiser.
         """
         tau = self.config.qk_clip
         for layer in self.attention_layers:

@@ -53,8 +53,8 @@ class FlatGradient:
 def newton_schulz(G: Tensor, steps: int = 5) -> Tensor:
     """Approximately U V^T for G = U S V^T, batched: [..., n, m] -> [..., n, m].
 
-    Singular values come out between about 0.7 and 1.2. bf16 on a GPU (as published), fp32 on a CPU.
-    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers".
+    Singular values come out between about 0.7 and 1.2. bf16 on a GPU (as published), fp32 on a
+    CPU. Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers".
     """
     a, b, c = NEWTON_SCHULZ
     X = G.bfloat16() if G.is_cuda else G.float()
@@ -72,8 +72,8 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum made orthogonal, for hidden matrices.
 
     parts: {parameter: row counts} where one parameter stacks several matrices (c_attn holds W_Q,
-    W_K and W_V), each of which is orthogonalised by itself. Equal shapes share one batched product.
-    The update of an [n, m] matrix is scaled by sqrt(max(1, n/m)).
+    W_K and W_V), each of which is orthogonalised by itself. Equal shapes share one batched
+    product. The update of an [n, m] matrix is scaled by sqrt(max(1, n/m)).
     """
 
     def __init__(self, params, lr: float, momentum=MUON_MOMENTUM, weight_decay=0.0, parts=None):
@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """What trains a model: AdamW for everything, or Muon for hidden matrices and AdamW for the rest.
+    """What trains a model: AdamW for everything, or Muon for hidden matrices with AdamW beside.
 
     Decay acts on matrices and embeddings only. State goes in and out by parameter name, as plain
     tensors, so that checkpoints need no pickle.

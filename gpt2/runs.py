@@ -113,7 +113,9 @@ class Run:
         except FileNotFoundError:
             raise RunError(f"{self.path} is not a run folder: it has no {name}") from None
         except (ValueError, OSError) as error:
-            raise RunError(f"{file} is damaged ({error}); delete the folder to start anew") from None
+            raise RunError(
+                f"{file} is damaged ({error}); delete the folder to start anew"
+            ) from None
         if not isinstance(value, dict):
             raise RunError(f"{file} is damaged: not a JSON object; delete the folder")
         return value
@@ -137,7 +139,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """One of STATUSES; a run whose process is gone is `interrupted`, whatever it last wrote."""
+        """One of STATUSES; a run whose process is gone is `interrupted`."""
         state = self.state
         if state["status"] == "running" and not process_alive(state.get("process")):
             return "interrupted"

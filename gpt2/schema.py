@@ -107,6 +107,9 @@ class RunConfig:
     checkpoint_interval: int = _option(500, "runtime", "steps between checkpoints")
     keep_checkpoints: int = _option(2, "runtime", "newest checkpoints kept")
     dtype: str = _option("float32", "runtime", "autocast type", ("float32", "bfloat16", "float16"))
+    grad_reduce_dtype: str = _option(
+        "float32", "runtime", "gradient sums over processes", ("float32", "bfloat16")
+    )
     compile: str = _option("auto", "runtime", "torch.compile", ("auto", "on", "off"))
     device: str = _option("auto", "runtime", "auto, cpu, cuda, cuda:1, mps")
     preset: str = field(default="cpu", compare=False, metadata={"group": None})

@@ -1,8 +1,9 @@
 """Train one run, or many: `python -m gpt2.train`, `train(config)`, `train_many(configs)`.
 
-A run lives in a folder (`gpt2.runs`) whose name ends in a hash of all that determines it. Asking for
-a finished run loads it, asking for an interrupted one continues it bit for bit. Divergence is a
-result: the run ends cleanly, keeps its evidence, and the program exits 0; a crash exits non-zero.
+A run lives in a folder (`gpt2.runs`) whose name ends in a hash of all that determines it. Asking
+for a finished run loads it, asking for an interrupted one continues it bit for bit. Divergence is
+a result: the run ends cleanly, keeps its evidence, and the program exits 0; a crash exits
+non-zero.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def train(
     threads: CPU threads; by default 1 for small models on a CPU. corpus: if loaded already.
     should_stop: asked after every step; a reason (text) stops the run, saved.
     Under torchrun all processes call this together.
-    Raises KeyboardInterrupt after saving when asked to stop, ValueError for bad input, and whatever
-    training raises, with status `failed`.
+    Raises KeyboardInterrupt after saving when asked to stop, ValueError for bad input, and
+    whatever training raises, with status `failed`.
     """
     store = store or RunStore()
     device_type = config.device_type()
@@ -75,8 +76,8 @@ def train(
 
 
 def resume(path: str | Path, *, progress: bool = True, cache_dir="data", threads=None) -> Run:
-    """Continue the run in a folder by its own recorded config. Raises RunError for a wrong path, or
-    where this code, corpus or device type would make another run of it."""
+    """Continue the run in a folder by its own recorded config. Raises RunError for a wrong path,
+    or where this code, corpus or device type would make another run of it."""
     run = Run(path)
     config = run.config
     corpus = load_corpus(config, cache_dir, progress)
@@ -84,8 +85,8 @@ def resume(path: str | Path, *, progress: bool = True, cache_dir="data", threads
     expected = store.path(config, corpus.sha256, run.parent)
     if expected.name != run.path.name and not run.ended:
         raise RunError(
-            f"{run.path} cannot be continued exactly: code, corpus or device type differ from those "
-            f"it began with (id {run.id}, now {expected.name.rpartition('-')[2]}); "
+            f"{run.path} cannot be continued exactly: code, corpus or device type differ from "
+            f"those it began with (id {run.id}, now {expected.name.rpartition('-')[2]}); "
             "train the same config anew"
         )
     if run.ended:
@@ -187,7 +188,9 @@ class _Session:
             self._status("interrupted", stop.reason)
             raise KeyboardInterrupt(f"{stop.reason} at step {stop.step}; saved") from None
         except KeyboardInterrupt:
-            self._status("interrupted", "stopped at once; steps after the last checkpoint are lost")
+            self._status(
+                "interrupted", "stopped at once; steps after the last checkpoint are lost"
+            )
             raise
         except Exception as error:
             lost = watchdog.lost() if watchdog else None
@@ -310,8 +313,9 @@ examples:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m gpt2.train",
-        description="Train one GPT-2 run into a folder of its own. The same command again loads a "
-        "finished run and continues an interrupted one, bit for bit.",
+        usage="%(prog)s [--preset NAME] [--KEY VALUE ...]",
+        description="Train one GPT-2 run into a folder of its own. The same command again loads\n"
+        "a finished run and continues an interrupted one, bit for bit.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -328,7 +332,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 for every outcome of training, 1 for a failure, 2 for bad input, 130 stopped."""
+    """Exit code: 0 for any outcome, 1 for a failure, 2 for bad input, 130 if stopped."""
     args = parser().parse_args(argv)
     common = dict(progress=not args.quiet, cache_dir=args.data, threads=args.threads)
     try:
