@@ -341,9 +341,19 @@ def paper() -> Numerics:
 
 
 def authors(tile: int = 512) -> Numerics:
-    """The authors' released emulation: bf16 running maximum, row sum and O_bar, tile of 512 keys.
+    """The authors' released emulation (ucker/why-low-precision-training-fails, attention.py).
 
-    l sums P_bar before its rounding and is clamped at 1e-10; lse comes from the bf16 m and l.
+    Forward, as it runs under bf16 autocast: S is a bf16 product; the maximum, the row sum and
+    O_bar are bf16 buffers carried from tile to tile (512 keys); exp is taken in fp32; l sums P_bar
+    before its rounding, each tile's sum at least 1e-10; each tile's P_bar V is rounded to bf16 and
+    so is its sum with the rescaled O_bar; lse = m + log l in fp32 from the bf16 m and l.
+    Backward, as `torch.compile` (their default) traces it, under the forward's autocast: operands
+    bf16, dP a bf16 product, exp, delta's sum and dP - delta in fp32, and dQ, dK, dV summed over
+    tiles in bf16 buffers.
+    Not reproduced: they round S before multiplying by alpha (the same for a power of two, so for
+    head dimensions 16 and 64), the compiler may keep fp32 between fused steps, and they fill
+    hidden scores with a finite number, so that in their stable mode a wholly hidden tile counts as
+    tied. That mode is `authors,softmax=stabilized,beta=2,eps=0.001,decide=tile`.
     """
     return _bf16(
         "authors",
@@ -355,6 +365,7 @@ def authors(tile: int = 512) -> Numerics:
         row_sum_floor=1e-10,
         unnormalized=BF16,
         accumulate="tile",
+        grad_probabilities=BF16,
     )
 
 

@@ -11,6 +11,7 @@ sticky 1: up. Guard 1, sticky 0: an exact tie, which nearest-even sends to the e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -34,9 +35,12 @@ def round_to(
 
     x: float32 or float64, any shape. Returns a new tensor of the same dtype and shape whose values
     lie on the grid of `fmt` (or `x` itself where the format is at least as fine as the carrier).
-    Subnormals, signed zeros and NaN follow IEEE 754; overflow gives infinity (NaN in a finite-only
-    format), and the largest finite number when rounding toward zero. `stochastic` rounds up with
-    probability equal to the dropped fraction; `generator` makes it reproducible.
+    Subnormals, signed zeros and NaN follow IEEE 754. Overflow gives infinity, or the largest
+    finite number when rounding toward zero. A finite-only format saturates: anything above its
+    largest number becomes that number, infinity too. The OCP FP8 specification allows this or
+    NaN; GPUs and torch 2.13 saturate, older torch gave NaN on a CPU. With no fraction bits at all
+    the even one of two neighbours is the one whose exponent field is even. `stochastic` rounds up
+    with probability equal to the dropped fraction; `generator` makes it reproducible.
     Raises ValueError for another mode, TypeError for another dtype.
     """
     if mode not in ROUNDINGS:
@@ -58,7 +62,8 @@ def _round_fp32_bits(x: Tensor, fmt: FloatFormat, mode: Rounding, generator) -> 
     drop = 23 - fmt.fraction_bits
     bits = x.contiguous().view(torch.int32)
     if mode == "nearest_even":
-        bits = bits + (((bits >> drop) & 1) + ((1 << (drop - 1)) - 1))
+        odd = (bits >> drop).bitwise_and_(1)
+        bits = odd.add_((1 << (drop - 1)) - 1).add_(bits)
     elif mode == "nearest_away":
         bits = bits + (1 << (drop - 1))
     elif mode == "stochastic":
@@ -66,8 +71,10 @@ def _round_fp32_bits(x: Tensor, fmt: FloatFormat, mode: Rounding, generator) -> 
             0, 1 << drop, x.shape, dtype=torch.int32, device=x.device, generator=generator
         )
         bits = bits + noise
-    bits = bits & -(1 << drop)
-    return torch.where(torch.isnan(x), x, bits.view(torch.float32))
+    rounded = (bits & -(1 << drop)).view(torch.float32)
+    if x.device.type == "cpu" and math.isfinite(x.sum().item()):
+        return rounded  # no NaN in sight: looking for them one by one would take as long again
+    return torch.where(torch.isnan(x), x, rounded)
 
 
 def _scale(x: Tensor, exponent: Tensor) -> Tensor:
@@ -87,7 +94,10 @@ def _round_scaled(x: Tensor, fmt: FloatFormat, mode: Rounding, generator) -> Ten
     low = magnitude.floor()
     rest = magnitude - low  # exact: the guard and sticky bits as a number in [0, 1)
     if mode == "nearest_even":
-        up = (rest > 0.5) | ((rest == 0.5) & (low.remainder(2) == 1))
+        odd = low.remainder(2) == 1
+        if fmt.fraction_bits == 0:  # the significand of a normal number is 1: look at its exponent
+            odd &= (exponent - 1 + fmt.bias).remainder(2) == 1
+        up = (rest > 0.5) | ((rest == 0.5) & odd)
     elif mode == "nearest_away":
         up = rest >= 0.5
     elif mode == "stochastic":
@@ -96,13 +106,11 @@ def _round_scaled(x: Tensor, fmt: FloatFormat, mode: Rounding, generator) -> Ten
     else:
         up = torch.zeros_like(rest, dtype=torch.bool)
     result = _scale(low + up, ulp_exponent)
-    if mode == "toward_zero":
-        overflow = fmt.max_finite
-    else:
-        overflow = float("nan") if fmt.finite_only else float("inf")
+    saturates = fmt.finite_only or mode == "toward_zero"
+    overflow = fmt.max_finite if saturates else math.inf
     result = torch.where(result > fmt.max_finite, overflow, result)
-    special = float("nan") if fmt.finite_only else float("inf")
-    result = torch.where(torch.isinf(wide), special, result)
+    infinite = fmt.max_finite if fmt.finite_only else math.inf
+    result = torch.where(torch.isinf(wide), infinite, result)
     result = torch.where(torch.isnan(wide), wide, torch.copysign(result, wide))
     return result.to(x.dtype)
 
@@ -183,7 +191,11 @@ def bit_pattern(value: float, fmt: FloatFormat) -> str:
 
 
 def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
-    """Distance between neighbouring `fmt` numbers at |x|, float64, same shape as `x`."""
+    """Distance between neighbouring `fmt` numbers at |x|, float64, same shape as `x`.
+
+    At 0, and below the smallest normal number, that is the smallest subnormal.
+    """
     _, exponent = torch.frexp(x.double())
-    spacing = (exponent - 1).clamp(min=fmt.emin) - fmt.fraction_bits
+    exponent = torch.where(x == 0, fmt.emin, exponent - 1)
+    spacing = exponent.clamp(min=fmt.emin) - fmt.fraction_bits
     return _scale(torch.ones_like(x, dtype=torch.float64), spacing)
