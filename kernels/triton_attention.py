@@ -1,0 +1,461 @@
+"""The Triton backend: which numerics it honours, and its forward and backward on the host side.
+
+Covered: the flash and paper families (row or running reference), the softmax policies safe,
+shifted, stabilized and guarded, formats with 8 exponent bits and any fraction (bf16, fp32 and the dials
+between), nearest-even and stochastic rounding, both deltas, and the per-row delta errors. The rest
+is refused by name and is the emulator's (`kernels.emulated`).
+
+Importing this module needs neither Triton nor a GPU: kernels are imported at the first call.
+Stochastic sites draw Philox bits from (seed, site, element): the same law as the emulator's, other
+bits. With grouped queries dK and dV are summed over the group in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .formats import FP64
+from .numerics import SITE_NAMES, Numerics, Site
+from .result import ForwardResult
+from .triton_blocks import HOPPER_SHARED, Blocks, choose_blocks, pad
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_ROW_ERRORS = ("mirror", "sham", "random_sign", "injected")
+
+
+# -- what is supported ----------------------------------------------------------------------------
+
+
+def supports(
+    numerics: Numerics, *, device=None, dtype=torch.bfloat16, head_dim=64, mask=None
+) -> str | None:
+    """None if these kernels honour `numerics` for such inputs, else one sentence that says why not."""
+    return (
+        _refused_numerics(numerics)
+        or _refused_inputs(dtype, mask)
+        or _refused_machine(device)
+        or _refused_shape(numerics, device, dtype, head_dim)
+    )
+
+
+@lru_cache(maxsize=256)
+def _refused_numerics(n: Numerics) -> str | None:
+    if n.compute == FP64:
+        return "compute=fp64 needs backend='emulated': the Triton kernels carry fp32"
+    for name in SITE_NAMES:
+        site = getattr(n, name)
+        if site is None:
+            continue
+        if site.format.exponent_bits != 8 or site.format.finite_only:
+            return f"{name}={site}: the Triton kernels round formats with 8 exponent bits only"
+        if site.rounding not in ("nearest_even", "stochastic"):
+            return f"{name}={site}: the Triton kernels round to nearest even or stochastically only"
+    for name in ("reference_format", "row_sum", "lse"):
+        if getattr(n, name).format.fraction_bits < 23:
+            return f"{name}={getattr(n, name)}: the Triton kernels keep {name} in fp32"
+    if n.row_sum_floor:
+        return f"row_sum_floor={n.row_sum_floor}: the Triton kernels have no floor under l"
+    if n.accumulate != "once":
+        return f"accumulate={n.accumulate!r}: the Triton kernels round O_bar once, at the end"
+    policy = n.softmax
+    if policy.kind == "clamped":
+        return "softmax=clamped: the Triton kernels do not clamp P_bar"
+    moving = policy.kind in ("stabilized", "guarded")
+    if n.reference == "running" and moving and policy.decide == "row":
+        return f"softmax={policy.kind} decided per row needs reference='row' (or decide='tile')"
+    if n.delta_error is not None and n.delta_error.kind not in _ROW_ERRORS:
+        return f"delta_error={n.delta_error.kind}: the Triton kernels change delta, not dQ itself"
+    if n.delta_error is not None and n.delta != "dO_O":
+        return "delta_error changes the delta of dO*O; use delta='dO_O'"
+    return None
+
+
+def _refused_inputs(dtype: torch.dtype, mask) -> str | None:
+    if mask is not None:
+        return "the Triton kernels take no mask besides causal=True; use backend='emulated'"
+    if dtype not in (torch.float32, *_HALF_DTYPES):
+        return f"the Triton kernels take float32, float16 and bfloat16 inputs, not {dtype}"
+    return None
+
+
+def _refused_machine(device) -> str | None:
+    try:
+        from . import triton_common
+    except ImportError:
+        return "Triton is not installed (it exists for Linux only); use backend='emulated'"
+    device = torch.device("cpu" if device is None else device)
+    misuse = triton_common.interpreter_misuse()
+    if misuse:
+        return misuse
+    if triton_common.interpreting():
+        return None
+    if device.type != "cuda":
+        return f"the Triton kernels need a CUDA device, not {device.type} (or Triton's interpreter)"
+    if not torch.cuda.is_available():
+        return "there is no CUDA driver or device here; use backend='emulated'"
+    return _refused_capability(torch.cuda.get_device_capability(device))
+
+
+def _refused_capability(capability: tuple[int, int]) -> str | None:
+    """bf16 and its conversions in the matrix units start with compute capability 8.0."""
+    if capability >= (8, 0):
+        return None
+    found = ".".join(map(str, capability))
+    return f"the Triton kernels need compute capability 8.0 (bf16), this GPU has {found}"
+
+
+def _refused_shape(n: Numerics, device, dtype: torch.dtype, head_dim: int) -> str | None:
+    limit = _shared_limit(torch.device("cpu" if device is None else device))
+    try:
+        for kernel in ("forward", "grad_keys", "grad_queries"):
+            _blocks(kernel, n, head_dim, head_dim, _itemsize(n, (dtype,)), limit)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=8)
+def _shared_limit(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return HOPPER_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+# -- numerics as compile-time constants -----------------------------------------------------------
+
+
+def _bits(site: Site) -> int:
+    return min(site.format.fraction_bits, 23)
+
+
+def _stochastic(site: Site) -> bool:
+    return site.rounding == "stochastic" and _bits(site) < 23
+
+
+def _storage(site: Site) -> torch.dtype:
+    """The narrowest dtype here that holds the site's grid."""
+    return torch.bfloat16 if _bits(site) <= 7 else torch.float32
+
+
+def _operand(site: Site):
+    """The dtype in which a rounded intermediate enters a dot, in Triton's terms."""
+    import triton.language as tl
+
+    return tl.bfloat16 if _bits(site) <= 7 else tl.float32
+
+
+def _site(prefix: str, site: Site) -> dict:
+    return {f"{prefix}_BITS": _bits(site), f"{prefix}_STOCHASTIC": _stochastic(site)}
+
+
+def _tiled(n: Numerics) -> bool:
+    return n.softmax.decide == "tile" and n.softmax.kind in ("stabilized", "guarded")
+
+
+def _itemsize(n: Numerics, dtypes) -> int:
+    """Bytes of the widest dot operand: 4 as soon as one dot must run in true fp32."""
+    if _bits(n.inputs) <= 7:
+        inputs = 2
+    else:
+        inputs = 2 if len(set(dtypes)) == 1 and dtypes[0] in _HALF_DTYPES else 4
+    narrow = all(
+        _bits(getattr(n, s)) <= 7 for s in ("probabilities", "backward_probabilities", "grad_scores")
+    )
+    return inputs if narrow and (inputs == 4 or dtypes[0] != torch.float16) else 4
+
+
+def _blocks(kernel: str, n: Numerics, D: int, DV: int, itemsize: int, limit: int) -> Blocks:
+    fixed = kernel == "forward" and (n.reference == "running" or _tiled(n))
+    return choose_blocks(
+        kernel,
+        head_dim=D,
+        head_dim_v=DV,
+        itemsize=itemsize,
+        shared_limit=limit,
+        tile=n.tile if fixed else None,
+    )
+
+
+def _power_of_two(scale: float) -> bool:
+    return scale > 0 and math.frexp(scale)[0] == 0.5
+
+
+def forward_constants(n: Numerics, scale: float, probe: bool) -> dict:
+    """The constexpr arguments of `forward_kernel` that come from the numerics."""
+    from .triton_forward import POLICIES
+
+    policy = n.softmax
+    raw = _power_of_two(scale) or (
+        _bits(n.scores) == 23 and policy.kind == "safe" and scale > 0
+    )
+    high = n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None)
+    hp_site = n.delta_output if n.delta_output is not None and n.delta_error is None else Site()
+    return dict(
+        RUNNING=n.reference == "running",
+        TILED=_tiled(n),
+        POLICY=POLICIES[policy.kind],
+        RAW=raw,
+        MONOTONE=scale > 0 and not _stochastic(n.scores),
+        SUM_ROUNDED=n.row_sum_source == "rounded",
+        P_DTYPE=_operand(n.probabilities),
+        HP=high,
+        PROBE=probe,
+        DRAWS=n.stochastic,
+        **_site("S", n.scores),
+        **_site("P", n.probabilities),
+        **_site("BAR", n.unnormalized),
+        **_site("O", n.output),
+        **_site("HP", hp_site),
+    )
+
+
+def score_constants(n: Numerics, scale: float) -> dict:
+    """How the backward recomputes S; `RAW` needs a power of two, so that lse / alpha is exact."""
+    return dict(RAW=_power_of_two(scale), DRAWS=n.stochastic, **_site("S", n.scores))
+
+
+def grad_keys_constants(n: Numerics, scale: float) -> dict:
+    """The constexpr arguments of `grad_keys_kernel` that come from the numerics."""
+    return dict(
+        P_DTYPE=_operand(n.backward_probabilities),
+        DS_DTYPE=_operand(n.grad_scores),
+        **score_constants(n, scale),
+        **_site("P", n.backward_probabilities),
+        **_site("DP", n.grad_probabilities),
+        **_site("DS", n.grad_scores),
+        **_site("G", n.gradients),
+    )
+
+
+def grad_queries_constants(n: Numerics, scale: float) -> dict:
+    """The constexpr arguments of `grad_queries_kernel` that come from the numerics."""
+    return dict(
+        DS_DTYPE=_operand(n.grad_scores),
+        **score_constants(n, scale),
+        **_site("DP", n.grad_probabilities),
+        **_site("DS", n.grad_scores),
+        **_site("G", n.gradients),
+    )
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+def _options(blocks: Blocks) -> dict:
+    """Launch options. Contraction to fused multiply-adds is off: it would move roundings."""
+    return dict(
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False
+    )
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _programs(rows: int, block: int, heads: int) -> tuple[int]:
+    count = -(-rows // block) * heads
+    if count >= 2**31:
+        raise ValueError(f"{count:,} blocks of attention exceed one launch; split the batch")
+    return (count,)
+
+
+def _seed_tensor(seed, n: Numerics, like: Tensor) -> Tensor:
+    """The seed in device memory; any tensor will do where nothing draws."""
+    if not n.stochastic:
+        return like
+    if isinstance(seed, Tensor):
+        return seed.to(device=like.device, dtype=torch.int64)
+    return torch.full((1,), int(seed), dtype=torch.int64, device=like.device)
+
+
+def _prepare(x: Tensor, site: Site, stream: str, seed: Tensor) -> Tensor:
+    """A tensor [B, H, T, D] on the grid of `site`: itself if it is there already, else a copy."""
+    bits = _bits(site)
+    if bits == 23 or (bits == 7 and x.dtype == torch.bfloat16):
+        return x
+    from . import triton_common
+
+    out = torch.empty(x.shape, dtype=_storage(site), device=x.device)
+    block = 1024
+    grid = (-(-x.numel() // block),)
+    with _on(x.device):
+        triton_common.round_tensor_kernel[grid](
+            x, out, seed, x.numel(), x.shape[1], x.shape[2], *x.stride(), DIM=x.shape[3],
+            BITS=bits, STOCHASTIC=_stochastic(site), STREAM=triton_common.STREAMS[stream],
+            BLOCK=block,
+        )  # fmt: skip
+    return out
+
+
+def _inputs(n: Numerics, seed: Tensor, **tensors: Tensor) -> list[Tensor]:
+    return [_prepare(x, n.inputs, f"input_{name}", seed) for name, x in tensors.items()]
+
+
+def _dims(q: Tensor, k: Tensor, v: Tensor) -> dict:
+    D, DV = q.shape[3], v.shape[3]
+    return dict(D=D, DV=DV, BLOCK_D=pad(D), BLOCK_DV=pad(DV))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    numerics: Numerics,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+    seed: int | Tensor = 0,
+    probe: bool = False,
+    blocks: Blocks | None = None,
+) -> ForwardResult:
+    """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], any strides, all lengths at least 1.
+
+    `out` is bf16 where the grid of `output` fits it, else fp32; lse fp32. `delta_output` is filled
+    only when the backward needs it. `blocks` overrides the table (for measurements).
+    """
+    from .triton_forward import forward_kernel
+
+    if mask is not None:
+        raise ValueError(_refused_inputs(q.dtype, mask))
+    n = numerics
+    B, H, Tq = q.shape[:3]
+    rows, device = (B, H, Tq), q.device
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    seed = _seed_tensor(seed, n, lse)
+    q, k, v = _inputs(n, seed, q=q, k=k, v=v)
+    dims = _dims(q, k, v)
+    itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
+    blocks = blocks or _blocks("forward", n, dims["D"], dims["DV"], itemsize, _shared_limit(device))
+    constants = forward_constants(n, scale, probe)
+    wide = (*rows, dims["DV"])
+    out = torch.empty(wide, dtype=_storage(n.output), device=device)
+    hp_site = n.delta_output if n.delta_error is None else None
+    hp_dtype = torch.float32 if hp_site is None else _storage(hp_site)
+    hp = torch.empty(wide, dtype=hp_dtype, device=device) if constants["HP"] else None
+    result = ForwardResult(out=out, lse=lse, delta_output=hp)
+    if probe:
+        result.ties, result.ones = (
+            torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)
+        )
+        result.m, result.l = (torch.empty_like(lse) for _ in range(2))
+        result.out_fp32 = torch.empty(wide, dtype=torch.float32, device=device)
+    unused = lse  # stands for outputs that this call does not write
+    extras = (hp, result.ties, result.ones, result.m, result.l, result.out_fp32)
+    policy, unit = n.softmax, scale if constants["RAW"] else 1.0
+    offsets = (policy.eps, policy.shift, policy.min_offset, policy.max_offset)
+    with _on(device):
+        forward_kernel[_programs(Tq, blocks.block_m, B * H)](
+            q, k, v, out, lse, *(unused if x is None else x for x in extras), seed,
+            *q.stride(), *k.stride(), *v.stride(), scale, policy.beta,
+            *(x / unit for x in offsets), H, H // k.shape[1], Tq, k.shape[2],
+            **dims, BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, CAUSAL=causal, **constants,
+            **_options(blocks),
+        )  # fmt: skip
+    return result
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta_output: Tensor | None,
+    *,
+    numerics: Numerics,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+    seed: int | Tensor = 0,
+    blocks: dict[str, Blocks] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ [B, H, Tq, D], dK [B, Hkv, Tk, D], dV [B, Hkv, Tk, Dv], bf16 where `gradients` fits it.
+
+    `out`, `lse` and `delta_output` are the forward's. `blocks` ({"grad_keys": ..., "grad_queries":
+    ...}) overrides the tables. Repeated calls give the same bits.
+    """
+    from . import triton_backward as kernels
+
+    if mask is not None:
+        raise ValueError(_refused_inputs(q.dtype, mask))
+    n, device = numerics, q.device
+    B, H, Tq = q.shape[:3]
+    Hkv, Tk = k.shape[1:3]
+    number, seed = seed, _seed_tensor(seed, n, lse)
+    q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
+    dims, constants = _dims(q, k, v), score_constants(n, scale)
+    itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype, dO.dtype))
+    limit, chosen = _shared_limit(device), dict(blocks or {})
+    for kernel in ("grad_keys", "grad_queries"):
+        if kernel not in chosen:
+            chosen[kernel] = _blocks(kernel, n, dims["D"], dims["DV"], itemsize, limit)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dO.stride())
+    inverse_unit = 1.0 / scale if constants["RAW"] else 1.0
+    scalars = (scale, inverse_unit, H, H // Hkv, Tq, Tk)
+    storage = _storage(n.gradients)
+    dq = torch.empty(B, H, Tq, dims["D"], dtype=storage, device=device)
+    dk = torch.empty(B, Hkv, Tk, dims["D"], dtype=storage, device=device)
+    dv = torch.empty(B, Hkv, Tk, dims["DV"], dtype=storage, device=device)
+    per_row, per_key = chosen["grad_queries"], chosen["grad_keys"]
+    with _on(device):
+        if n.delta == "dP_P":
+            delta = torch.empty_like(lse)
+            kernels.delta_product_kernel[_programs(Tq, per_row.block_m, B * H)](
+                q, k, v, dO, lse, delta, seed, *strides, *scalars, **dims,
+                BLOCK_M=per_row.block_m, BLOCK_N=per_row.block_n, CAUSAL=causal, **constants,
+                **_site("DP", n.grad_probabilities), **_options(per_row),
+            )  # fmt: skip
+        else:
+            delta = _delta(n, dO, out, delta_output, number, seed)
+        kernels.grad_keys_kernel[_programs(Tk, per_key.block_n, B * Hkv)](
+            q, k, v, dO, lse, delta, dk, dv, seed, *strides, *scalars, **dims,
+            BLOCK_M=per_key.block_m, BLOCK_N=per_key.block_n, CAUSAL=causal,
+            EVEN=Tq % per_key.block_m == 0, **grad_keys_constants(n, scale), **_options(per_key),
+        )  # fmt: skip
+        kernels.grad_queries_kernel[_programs(Tq, per_row.block_m, B * H)](
+            q, k, v, dO, lse, delta, dq, seed, *strides, *scalars, **dims,
+            BLOCK_M=per_row.block_m, BLOCK_N=per_row.block_n, CAUSAL=causal,
+            **grad_queries_constants(n, scale), **_options(per_row),
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _row_dot(dO: Tensor, O: Tensor) -> Tensor:
+    """rowsum(dO * O) in fp32, [B, H, Tq]."""
+    from .triton_backward import delta_kernel
+
+    B, H, Tq, DV = O.shape
+    delta = torch.empty(B, H, Tq, dtype=torch.float32, device=O.device)
+    block = 64
+    delta_kernel[_programs(Tq, block, B * H)](
+        O, dO, delta, *O.stride(), *dO.stride(), H, Tq, DV=DV, BLOCK_DV=pad(DV), BLOCK_M=block
+    )
+    return delta
+
+
+def _delta(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, seed) -> Tensor:
+    """delta of dO*O with the intervention that `delta_error` asks for, fp32 [B, H, Tq]."""
+    if n.delta_error is None:
+        return _row_dot(dO, out if high is None else high)
+    low = out if n.delta_output is None else _prepare(high, n.delta_output, "delta_output", seed)
+    lp, hp = _row_dot(dO, low).double(), _row_dot(dO, high).double()
+    error, kind = lp - hp, n.delta_error.kind
+    generator = torch.Generator(dO.device).manual_seed(int(number))
+    if kind == "mirror":
+        delta = hp - error
+    elif kind == "sham":
+        delta = (hp - error) + 2 * error
+    elif kind == "random_sign":
+        coin = torch.rand(error.shape, generator=generator, device=error.device)
+        delta = torch.where(coin < 0.5, hp - error, hp + error)
+    else:
+        draw = torch.randn(error.shape, generator=generator, device=error.device)
+        delta = hp + n.delta_error.mean + n.delta_error.rms * draw
+    return delta.float()

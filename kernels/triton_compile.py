@@ -1,0 +1,151 @@
+"""Compile the kernels for a GPU that is not here, and read what came out.
+
+`compile_offline("forward", paper(), capability=90)` gives PTX and cubin of exactly the kernel that a
+launch with those numerics would use: the same constants, blocks and specialisation. It needs Triton
+but no driver, and must run in a process without TRITON_INTERPRET. What is read: the matrix
+instructions (wgmma on compute capability 9.0, mma.sync on 8.0), the conversions that round, and
+registers, spilled bytes and shared memory of one program.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import triton_attention as host
+from .numerics import Numerics
+from .triton_blocks import ADA_SHARED, HOPPER_SHARED, Blocks, pad
+
+KERNELS = ("forward", "grad_keys", "grad_queries", "delta_product")
+_LIMITS = {80: 166_912, 86: ADA_SHARED, 89: ADA_SHARED, 90: HOPPER_SHARED}
+_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one architecture. registers per thread; spilled and shared bytes."""
+
+    kernel: str
+    capability: int
+    blocks: Blocks
+    ptx: str
+    shared: int
+    registers: int | None
+    spilled: int | None
+
+    @property
+    def matrix_instructions(self) -> tuple[str, ...]:
+        """Kinds of matrix instruction in the PTX, such as ('wgmma',) or ('mma.sync',)."""
+        found = re.findall(r"\b(wgmma\.mma_async|mma\.sync)", self.ptx)
+        return tuple(sorted(set(found)))
+
+
+def compile_offline(
+    kernel: str,
+    numerics: Numerics,
+    *,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    probe: bool = False,
+    capability: int = 90,
+    blocks: Blocks | None = None,
+    usage: bool = True,
+) -> Compiled:
+    """Compile one of KERNELS as a launch on contiguous inputs would. Seconds per call.
+
+    `usage=False` leaves out registers and spills. Raises ValueError for an unknown kernel, and
+    what Triton raises where the kernel cannot be compiled.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if kernel not in KERNELS:
+        raise ValueError(f"unknown kernel {kernel!r}; use one of {', '.join(KERNELS)}")
+    function, constants = _kernel(kernel, numerics, 1 / math.sqrt(head_dim), probe)
+    if blocks is None:
+        table = "grad_queries" if kernel == "delta_product" else kernel
+        itemsize = host._itemsize(numerics, (dtype,))
+        blocks = host._blocks(table, numerics, head_dim, head_dim, itemsize, _LIMITS[capability])
+    constants |= dict(
+        D=head_dim, DV=head_dim, BLOCK_D=pad(head_dim), BLOCK_DV=pad(head_dim),
+        BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, CAUSAL=causal,
+    )  # fmt: skip
+    signature, attributes = {}, {}
+    for place, name in enumerate(function.arg_names):
+        kind = _argument(name, numerics, dtype)
+        if kind is None or re.fullmatch(r"(q|k|v|do)_d", name):
+            constants.setdefault(name, 1)
+            kind = "constexpr"
+        elif kind.startswith("*") or re.fullmatch(r"(q|k|v|do)_[bht]", name):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    options = host._options(blocks)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spilled = _usage(built.asm["cubin"]) if usage else (None, None)
+    return Compiled(
+        kernel, capability, blocks, built.asm["ptx"], built.metadata.shared, registers, spilled
+    )
+
+
+def _kernel(kernel: str, n: Numerics, scale: float, probe: bool):
+    from . import triton_backward, triton_forward
+
+    if kernel == "forward":
+        return triton_forward.forward_kernel, host.forward_constants(n, scale, probe)
+    if kernel == "grad_keys":
+        constants = host.grad_keys_constants(n, scale) | dict(EVEN=True)
+        return triton_backward.grad_keys_kernel, constants
+    if kernel == "grad_queries":
+        return triton_backward.grad_queries_kernel, host.grad_queries_constants(n, scale)
+    constants = host.score_constants(n, scale) | host._site("DP", n.grad_probabilities)
+    return triton_backward.delta_product_kernel, constants
+
+
+def _argument(name: str, n: Numerics, dtype: torch.dtype) -> str | None:
+    """The type of a kernel argument in Triton's notation; None for a constexpr."""
+    if name in ("q_ptr", "k_ptr", "v_ptr", "do_ptr"):
+        bits = host._bits(n.inputs)
+        stored = dtype if bits == 23 else host._storage(n.inputs)
+        return "*" + _TYPES[stored]
+    if name == "out_ptr":
+        return "*" + _TYPES[host._storage(n.output)]
+    if name == "hp_ptr":
+        return "*" + _TYPES[host._storage(n.delta_output) if n.delta_output else torch.float32]
+    if name in ("dq_ptr", "dk_ptr", "dv_ptr"):
+        return "*" + _TYPES[host._storage(n.gradients)]
+    if name in ("ties_ptr", "ones_ptr"):
+        return "*i32"
+    if name == "seed_ptr":
+        return "*i64"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    if name in ("scale", "inverse_unit", "beta", "eps", "shift", "min_offset", "max_offset"):
+        return "fp32"
+    if name in ("H", "GROUP", "Tq", "Tk") or re.fullmatch(r"(q|k|v|do)_[bhtd]", name):
+        return "i32"
+    return None
+
+
+def _usage(cubin: bytes) -> tuple[int | None, int | None]:
+    """Registers per thread and spilled (stack) bytes, from the cubin; None without cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    return tuple(int(m[1]) if m else None for m in (registers, stack))
