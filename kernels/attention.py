@@ -398,7 +398,9 @@ def _backward_op(
             x[:, list(heads)] = part.to(x.dtype)
     dq, dk, dv = wide
     if ratio > 1:
-        dk, dv = (x.unflatten(1, (kv_heads, ratio)).sum(2) for x in (dk, dv))
+        dk, dv = (
+            x.unflatten(1, (kv_heads, ratio)).sum(2, dtype=_carrier(groups)) for x in (dk, dv)
+        )
     return tuple(x.to(g.dtype).contiguous() for x, g in zip((dq, dk, dv), grads))
 
 

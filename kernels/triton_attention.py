@@ -1,9 +1,9 @@
 """The Triton backend: which numerics it honours, and its forward and backward on the host side.
 
 Covered: the flash and paper families (row or running reference), the softmax policies safe,
-shifted, stabilized and guarded, formats with 8 exponent bits and any fraction (bf16, fp32 and the dials
-between), nearest-even and stochastic rounding, both deltas, and the per-row delta errors. The rest
-is refused by name and is the emulator's (`kernels.emulated`).
+shifted, stabilized and guarded, formats with 8 exponent bits and any fraction (bf16, fp32 and the
+dials between), nearest-even and stochastic rounding, both deltas, and the per-row delta errors.
+The rest is refused by name and is the emulator's (`kernels.emulated`).
 
 Importing this module needs neither Triton nor a GPU: kernels are imported at the first call.
 Stochastic sites draw Philox bits from (seed, site, element): the same law as the emulator's, other
@@ -34,7 +34,7 @@ _ROW_ERRORS = ("mirror", "sham", "random_sign", "injected")
 def supports(
     numerics: Numerics, *, device=None, dtype=torch.bfloat16, head_dim=64, mask=None
 ) -> str | None:
-    """None if these kernels honour `numerics` for such inputs, else one sentence that says why not."""
+    """None if these kernels honour `numerics` for such inputs, else one sentence why not."""
     return (
         _refused_numerics(numerics)
         or _refused_inputs(dtype, mask)
@@ -54,7 +54,9 @@ def _refused_numerics(n: Numerics) -> str | None:
         if site.format.exponent_bits != 8 or site.format.finite_only:
             return f"{name}={site}: the Triton kernels round formats with 8 exponent bits only"
         if site.rounding not in ("nearest_even", "stochastic"):
-            return f"{name}={site}: the Triton kernels round to nearest even or stochastically only"
+            return (
+                f"{name}={site}: the Triton kernels round to nearest even or stochastically only"
+            )
     for name in ("reference_format", "row_sum", "lse"):
         if getattr(n, name).format.fraction_bits < 23:
             return f"{name}={getattr(n, name)}: the Triton kernels keep {name} in fp32"
@@ -95,7 +97,9 @@ def _refused_machine(device) -> str | None:
     if triton_common.interpreting():
         return None
     if device.type != "cuda":
-        return f"the Triton kernels need a CUDA device, not {device.type} (or Triton's interpreter)"
+        return (
+            f"the Triton kernels need a CUDA device, not {device.type} (or Triton's interpreter)"
+        )
     if not torch.cuda.is_available():
         return "there is no CUDA driver or device here; use backend='emulated'"
     return _refused_capability(torch.cuda.get_device_capability(device))
@@ -164,7 +168,8 @@ def _itemsize(n: Numerics, dtypes) -> int:
     else:
         inputs = 2 if len(set(dtypes)) == 1 and dtypes[0] in _HALF_DTYPES else 4
     narrow = all(
-        _bits(getattr(n, s)) <= 7 for s in ("probabilities", "backward_probabilities", "grad_scores")
+        _bits(getattr(n, s)) <= 7
+        for s in ("probabilities", "backward_probabilities", "grad_scores")
     )
     return inputs if narrow and (inputs == 4 or dtypes[0] != torch.float16) else 4
 
@@ -190,9 +195,7 @@ def forward_constants(n: Numerics, scale: float, probe: bool) -> dict:
     from .triton_forward import POLICIES
 
     policy = n.softmax
-    raw = _power_of_two(scale) or (
-        _bits(n.scores) == 23 and policy.kind == "safe" and scale > 0
-    )
+    raw = _power_of_two(scale) or (_bits(n.scores) == 23 and policy.kind == "safe" and scale > 0)
     high = n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None)
     hp_site = n.delta_output if n.delta_output is not None and n.delta_error is None else Site()
     return dict(
@@ -248,9 +251,7 @@ def grad_queries_constants(n: Numerics, scale: float) -> dict:
 
 def _options(blocks: Blocks) -> dict:
     """Launch options. Contraction to fused multiply-adds is off: it would move roundings."""
-    return dict(
-        num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False
-    )
+    return dict(num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False)
 
 
 def _on(device: torch.device):
@@ -331,7 +332,9 @@ def forward(
     q, k, v = _inputs(n, seed, q=q, k=k, v=v)
     dims = _dims(q, k, v)
     itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
-    blocks = blocks or _blocks("forward", n, dims["D"], dims["DV"], itemsize, _shared_limit(device))
+    blocks = blocks or _blocks(
+        "forward", n, dims["D"], dims["DV"], itemsize, _shared_limit(device)
+    )
     constants = forward_constants(n, scale, probe)
     wide = (*rows, dims["DV"])
     out = torch.empty(wide, dtype=_storage(n.output), device=device)

@@ -10,10 +10,9 @@ P = exp(S - lse) is recomputed from the same rounded S as the forward. Inside dS
 only dV's operand is (site `backward_probabilities`).
 
 Shapes: q, dO [B, H, Tq, D or Dv], k, v [B, Hkv, Tk, D or Dv] of any strides; lse, delta
-[B, H, Tq] fp32; dq, dk, dv contiguous. With grouped queries (Hkv < H) dK and dV are summed over the
-group in fp32 before their one rounding.
-
-Where alpha is a power of two (`RAW`), S and lse are kept in units of it, which no rounding notices.
+[B, H, Tq] fp32; dq, dk, dv contiguous. With grouped queries (Hkv < H) dK and dV are summed over
+the group in fp32 before their one rounding. Where alpha is a power of two (`RAW`), S and lse are
+kept in units of it, which no rounding notices.
 """
 
 from __future__ import annotations
@@ -155,8 +154,8 @@ def delta_product_kernel(
 
 @triton.jit
 def grad_keys_pass(
-    dk, dv, k, v, q_base, q_row, q_col, do_base, do_row, do_col, lse_base, delta_base, lo, hi, cols,
-    head_base, scale, unit, inverse_unit, seed, Tq, Tk,
+    dk, dv, k, v, q_base, q_row, q_col, do_base, do_row, do_col, lse_base, delta_base, lo, hi,
+    cols, head_base, scale, unit, inverse_unit, seed, Tq, Tk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, RAW: tl.constexpr, S_BITS: tl.constexpr, S_STOCHASTIC: tl.constexpr,
     P_BITS: tl.constexpr, P_STOCHASTIC: tl.constexpr, P_DTYPE: tl.constexpr,

@@ -2,8 +2,8 @@
 
 A block choice is a value, never a search at run time: the same call takes the same blocks on the
 same kind of GPU, so a replayed run repeats its bits. `python -m kernels.bench --tune` measures
-other rows of the tables. The size of a key block changes no rounding under the row reference; under
-the running reference the key block *is* `numerics.tile`, part of the specification.
+other rows of the tables. The size of a key block changes no rounding under the row reference;
+under the running reference the key block *is* `numerics.tile`, part of the specification.
 
 Shared memory holds the operands of the matrix instructions: one query block and `num_stages`
 copies of the key and value blocks in flight (forward), or the like (backward).
@@ -131,8 +131,8 @@ def choose_blocks(
     wanted = f"a running tile of {tile} keys" if tile else "the smallest block"
     remedy = "use a smaller tile" if tile and tile > 16 else "use a smaller head dimension"
     raise ValueError(
-        f"{kernel}: {wanted} at head dimension D={head_dim} does not fit the {shared_limit:,} bytes "
-        f"of shared memory of this GPU; {remedy} or backend='emulated'"
+        f"{kernel}: {wanted} at head dimension D={head_dim} does not fit this GPU's "
+        f"{shared_limit:,} bytes of shared memory; {remedy} or backend='emulated'"
     )
 
 

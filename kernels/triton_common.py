@@ -1,10 +1,10 @@
-"""What every Triton kernel here shares: rounding by integers, random bits, dots, and the interpreter.
+"""What the Triton kernels share: rounding by integers, random bits, dots, and a repair.
 
-Triton's interpreter (TRITON_INTERPRET=1 before `import triton`) runs kernels on a CPU with NumPy, but
-keeps bf16 as raw 16-bit patterns: it truncates where a GPU rounds to nearest even, and `tl.dot`
-multiplies the patterns themselves. Both faults look like a numerics bug of the kernel, the first
-one even like the bias that this project studies. `repair_interpreter` replaces those two
-operations by right ones; a test shows that without it the results are wrong.
+Triton's interpreter (TRITON_INTERPRET=1 before `import triton`) runs kernels on a CPU with NumPy,
+but keeps bf16 as raw 16-bit patterns: it truncates where a GPU rounds to nearest even, and
+`tl.dot` multiplies the patterns themselves. Both look like a numerics bug of the kernel, the first
+even like the bias that this project studies. `repair_interpreter` replaces those operations by
+right ones; a test shows that without it the results are wrong.
 
 Importing this module needs Triton. `kernels.triton_attention` imports it on first use only.
 """
@@ -58,7 +58,7 @@ GRAD_V = tl.constexpr(STREAMS["grad_v"])
 def round_nearest_even(x, BITS: tl.constexpr):
     """fp32 -> fp32 with BITS fraction bits, 8 exponent bits, ties to even. x: any shape.
 
-    The same integers as `kernels.rounding`. Seven bits are bf16, for which a GPU has an instruction.
+    The same integers as `kernels.rounding`. Seven bits are bf16: a GPU has an instruction for it.
     """
     if BITS >= 23:
         return x
@@ -100,10 +100,8 @@ def random_words(seed, index, STREAM: tl.constexpr):
 
 
 @triton.jit
-def round_site(
-    x, seed, index, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, STREAM: tl.constexpr
-):
-    """Round fp32 x as a site says; `index` (int64, shape of x) is read by stochastic sites only."""
+def round_site(x, seed, index, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, STREAM: tl.constexpr):
+    """Round fp32 x as a site says; `index` (int64, x's shape) is read by stochastic sites only."""
     if BITS >= 23:
         return x
     elif STOCHASTIC:
@@ -114,7 +112,7 @@ def round_site(
 
 @triton.jit
 def multiply(a, b):
-    """a @ b in fp32: matrix units for two 16-bit operands of one type, else true fp32 (no TF32)."""
+    """a @ b in fp32: matrix units for two 16-bit operands of one type, else fp32 without TF32."""
     if a.dtype == b.dtype and a.dtype != tl.float32:
         return tl.dot(a, b)
     else:
@@ -214,8 +212,7 @@ def _fp32_from_bf16(x: np.ndarray) -> np.ndarray:
 def repair_interpreter() -> None:
     """Make the interpreter's bf16 casts and dots right (see the module's docstring).
 
-    Patches the builder class once per process, and only when called: on import of this module if the
-    interpreter is in use.
+    Patches the builder class, once per process; called when this module is imported interpreted.
     """
     from triton.runtime import interpreter
 

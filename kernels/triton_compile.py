@@ -1,10 +1,10 @@
 """Compile the kernels for a GPU that is not here, and read what came out.
 
-`compile_offline("forward", paper(), capability=90)` gives PTX and cubin of exactly the kernel that a
-launch with those numerics would use: the same constants, blocks and specialisation. It needs Triton
-but no driver, and must run in a process without TRITON_INTERPRET. What is read: the matrix
-instructions (wgmma on compute capability 9.0, mma.sync on 8.0), the conversions that round, and
-registers, spilled bytes and shared memory of one program.
+`compile_offline("forward", paper(), capability=90)` compiles exactly the kernel that a launch with
+those numerics would use: the same constants, blocks and specialisation. It needs Triton but no
+driver, and must run in a process without TRITON_INTERPRET. What is read: the matrix instructions
+(wgmma on compute capability 9.0, mma.sync on 8.0), the conversions that round, and registers,
+spilled bytes and shared memory of one program.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ Rounding to nearest keeps order, so the row maximum of the rounded scores is the
 the raw ones: the first pass rounds nothing but its result, and finds "is the maximum tied, within
 eps" from the two largest raw scores of the row.
 
-Units: scores are kept in units of alpha (`RAW`: s is Q K^T, `unit` = alpha) where alpha is a power of
-two, which no rounding notices, or where S is neither rounded nor shifted; else s is S itself and
-`unit` = 1. eps, shift and offsets come in the same units. P_bar = exp2((s - m) * unit * log2 e): the
-subtraction comes first and is exact at the maximum, so that P_bar there is 1 however large S is.
+Units: scores are kept in units of alpha (`RAW`: s is Q K^T, `unit` = alpha) where alpha is a power
+of two, which no rounding notices, or where S is neither rounded nor shifted; else s is S itself
+and `unit` = 1. eps, shift and offsets come in the same units. P_bar = exp2((s - m) unit log2 e):
+the subtraction comes first and is exact at the maximum, so that P_bar is 1 there, whatever S.
 
 Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] of any strides; out and the per-row
 results contiguous. The grid is flat (x axis), heavy causal blocks of a head first.
@@ -45,9 +45,7 @@ POLICIES = {"safe": 0, "shifted": 1, "stabilized": 2, "guarded": 3}
 
 
 @triton.jit
-def shifted_reference(
-    rm, many, beta, shift, min_offset, max_offset, POLICY: tl.constexpr
-):
+def shifted_reference(rm, many, beta, shift, min_offset, max_offset, POLICY: tl.constexpr):
     """m from the maximum rm; many: whether more than one score lies within eps of it."""
     if POLICY == 1:
         return rm + shift
@@ -116,7 +114,8 @@ def tiled_reference_pass(
     m, top, q, k_base, k_row, k_col, lo, hi, rows, row_base, scale, seed, Tk,
     beta, eps, shift, min_offset, max_offset,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, POLICY: tl.constexpr,
-    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, RAW: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, RAW: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The largest of the tiles' references (policy decided per tile), and the row maximum."""
     for start in tl.range(lo, hi, BLOCK_N):
@@ -245,10 +244,12 @@ def forward_kernel(
         PASS_RAW: tl.constexpr = MONOTONE or RAW
         first, second = maximum_pass(
             first, second, q, k_base, k_t, k_d, 0, full, rows, row_base, scale, seed, Tk,
-            D, BLOCK_D, BLOCK_N, PASS_BITS, S_STOCHASTIC, PASS_RAW, TWO, CAUSAL, False)  # fmt: skip
+            D, BLOCK_D, BLOCK_N, PASS_BITS, S_STOCHASTIC, PASS_RAW, TWO, CAUSAL,
+            False)  # fmt: skip
         first, second = maximum_pass(
             first, second, q, k_base, k_t, k_d, full, end, rows, row_base, scale, seed, Tk,
-            D, BLOCK_D, BLOCK_N, PASS_BITS, S_STOCHASTIC, PASS_RAW, TWO, CAUSAL, True)  # fmt: skip
+            D, BLOCK_D, BLOCK_N, PASS_BITS, S_STOCHASTIC, PASS_RAW, TWO, CAUSAL,
+            True)  # fmt: skip
         m = tl.max(first, 1)
         at_top = first == m[:, None]
         alone = tl.sum(at_top.to(tl.int32), 1) == 1
