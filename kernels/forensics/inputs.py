@@ -32,7 +32,7 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class Head:
-    """One attention head on N sequences (float32, or float64 if any input was float64).
+    """One attention head on N sequences: float32, or float64 if any value needs it.
 
     q [N, T, D], k [N, Tk, D], v [N, Tk, Dv], dO [N, T, Dv] the gradient of the head's output,
     X [N, T, C] the input of its query projection, W_Q [D, C] with q = X W_Q^T (before any scale).
@@ -143,7 +143,8 @@ def _tensor(value, name: str) -> Tensor:
             x = torch.from_numpy(np.ascontiguousarray(array))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} is not an array of numbers: {error}") from None
-    x = x if x.dtype == torch.float64 else x.float()
+    # numbers that float32 holds are float32's, however wide the file that they came in
+    x = x if x.dtype == torch.float64 and not torch.equal(x.float().double(), x) else x.float()
     bad = int((~torch.isfinite(x)).sum())
     if bad:
         raise ValueError(
@@ -183,14 +184,14 @@ def _shaped(x: Tensor, name: str) -> Tensor:
 
 def _check_shapes(head: Head) -> None:
     n, t, d = head.q.shape
-    tk, dv = head.v.shape[1:]
+    tk, dv = head.k.shape[1], head.v.shape[2]
     want = {"k": (n, tk, d), "v": (n, tk, dv), "dO": (n, t, dv)}
     for name, shape in want.items():
         x = getattr(head, name)
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} where q {tuple(head.q.shape)} and "
-                f"v {tuple(head.v.shape)} ask for {shape}"
+                f"{name} has shape {tuple(x.shape)} where {shape} is needed: q is "
+                f"{tuple(head.q.shape)}, k {tuple(head.k.shape)}, v {tuple(head.v.shape)}"
             )
     if head.X is not None and head.X.shape[:2] != (n, t):
         raise ValueError(

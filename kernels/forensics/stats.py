@@ -185,3 +185,29 @@ def _grouped_sigma(values: Tensor, index: Tensor) -> Tensor:
         partial[g] += value
         out.append(max(variance, 0.0))
     return torch.tensor(out, dtype=torch.float64).sqrt()
+
+
+def share_intervals(parts, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> Tensor:
+    """Shares of a total with bootstrap intervals: float64 [K, 3] = (share, low, high).
+
+    parts: [G, K], what each of G clusters (sequences, blocks of rows) adds to each of K parts.
+    share_k = sum_g parts[g, k] / sum parts; whole clusters are resampled. Where the total is not
+    clearly off zero, the intervals are huge, and rightly so; shares of signed parts can be
+    negative or above 1.
+    """
+    parts = torch.as_tensor(parts).detach().cpu().double()
+    total = parts.sum(0)
+    share = total / total.sum()
+    count = len(parts)
+    generator = torch.Generator().manual_seed(seed)
+    pick = torch.randint(0, count, (draws, count), generator=generator)
+    weight = torch.zeros(draws, count, dtype=torch.float64)
+    weight.scatter_add_(1, pick, torch.ones_like(pick, dtype=torch.float64))
+    drawn = weight @ parts
+    drawn = drawn / drawn.sum(1, keepdim=True)
+    drawn = drawn[torch.isfinite(drawn).all(1)]
+    if count < 2 or not len(drawn):
+        edge = torch.full_like(share, math.nan)
+        return torch.stack([share, edge, edge], 1)
+    at = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    return torch.stack([share, *drawn.quantile(at, dim=0)], 1)

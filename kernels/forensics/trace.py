@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..formats import BF16, FloatFormat, parse_format
+from ..formats import BF16, FP32, FloatFormat, parse_format
+from ..numerics import Numerics
 from ..rounding import Bits, Rounding, decode, round_to
+from . import pieces
+from .inputs import Head, as_head
 
 READINGS = ("prefix_round_once", "running")
 
@@ -100,6 +103,67 @@ class RoundingTrace:
                 f"{way:<4} {b.rounded:>13.7g} {float(error[t]):>+11.4g}"
             )
         return "\n".join(lines)
+
+
+def rounding_trace(
+    q,
+    k=None,
+    v=None,
+    *,
+    row: int,
+    feature: int,
+    sequence: int = 0,
+    numerics: Numerics | str = "paper",
+    causal: bool = True,
+    scale: float | None = None,
+    seed: int = 0,
+) -> RoundingTrace:
+    """The trace of O_bar[row, feature] of a head, over the keys that the row sees.
+
+    q, k, v: as in `as_head` (a Head, a mapping or a file also does); rows, features and sequences
+    count from 0, negative ones from the end. The weights are the emulator's P_bar, the format and
+    mode those of the `unnormalized` site. Source: paper Fig. 6.
+    Raises ValueError where there is nothing to trace: O_bar kept in fp32, a running reference with
+    more keys than a tile (P_bar then has several references), or stochastic S or P_bar.
+    """
+    head = as_head(q, k, v)
+    setting = pieces.Setting.of(head, numerics, causal, scale, seed)
+    n = setting.numerics
+    _check_traceable(n, head)
+    row = _position(row, head.rows, "row")
+    feature = _position(feature, head.v.shape[-1], "feature")
+    sequence = _position(sequence, head.sequences, "sequence")
+    seen = min(row + 1, head.k.shape[1]) if setting.causal else head.k.shape[1]
+    m = pieces.forward(head, setting).m[sequence, 0, row]
+    S = pieces.scores(head, setting)[sequence, row]
+    P_bar = pieces.rounded_probabilities(S, m, n)
+    values = pieces.on_grid(head.v, n)[sequence, :seen, feature]
+    site = n.unnormalized
+    return trace_sum(P_bar[:seen], values, site.format, site.rounding, seed=seed)
+
+
+def _check_traceable(n: Numerics, head: Head) -> None:
+    if n.unnormalized.format.fraction_bits >= FP32.fraction_bits:
+        raise ValueError(
+            f"numerics {str(n)!r} keep O_bar in {n.unnormalized.format}: there is no rounding to "
+            "trace; use 'paper' or unnormalized=bf16"
+        )
+    if n.reference == "running" and head.k.shape[1] > n.tile:
+        raise ValueError(
+            f"a running reference over {head.k.shape[1]} keys in tiles of {n.tile} rescales the "
+            "sum; trace it with reference=row, or with tile at least the number of keys"
+        )
+    for name in ("inputs", "scores", "probabilities"):
+        if getattr(n, name).rounding == "stochastic":
+            raise ValueError(
+                f"the trace repeats P_bar to the bit; use a {name} site that is not stochastic"
+            )
+
+
+def _position(index: int, size: int, what: str) -> int:
+    if not -size <= index < size:
+        raise ValueError(f"{what} {index} does not exist; there are {size}, counted from 0")
+    return index % size
 
 
 def trace_sum(
