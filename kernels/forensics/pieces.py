@@ -105,7 +105,7 @@ def rounded_probabilities(S: Tensor, m: Tensor, numerics: Numerics) -> Tensor:
 
     A stochastic site rounds to nearest here.
     """
-    P_bar = (S - m).exp()
+    P_bar = emulated._exp_(S - m)  # its exp flushes what underflows
     site = numerics.probabilities
     if numerics.softmax.kind == "clamped":
         bits = min(site.format.fraction_bits, numerics.compute.fraction_bits)
