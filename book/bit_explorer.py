@@ -262,3 +262,95 @@ def _select(options, chosen: str = "") -> str:
         for value, label in options
     )
     return f"<select @>{inner}</select>"
+
+
+class Page:
+    """The explorer for a page without a kernel."""
+
+    def __init__(self, state: dict = WORKED):
+        self.markup = page_html(state)
+
+    def _repr_html_(self) -> str:
+        return self.markup
+
+
+def show(state: dict = WORKED, *, static: bool):
+    """The explorer; leave it as the last line of a cell. static: for a page without a kernel."""
+    return Page(state) if static else live_widget(state)
+
+
+def table(cases: dict[str, dict]) -> str:
+    """Name, stored result, exact sum and error of several states (changes of `WORKED`)."""
+    lines = [f"{'':38} {'exact sum':>20} {'stored':>10} {'error (ulp)':>12}"]
+    for name, changes in cases.items():
+        total = explore(WORKED | changes)["total"]
+        lines.append(f"{name:38} {total['exact']:>20} {total['result']:>10} {total['error']:>12}")
+    return "\n".join(lines)
+
+
+def live_widget(state: dict = WORKED):
+    """The explorer as ipywidgets, computed by `explore` in the kernel."""
+    import ipywidgets as widgets
+
+    style = {"description_width": "9em"}
+    base, bits = _split_target(state["target"])
+    texts = [widgets.Text(description=f"Addend {name}", style=style) for name in "abc"]
+    example = widgets.Dropdown(
+        options=[("(yours)", None), *EXAMPLES.items()], description="Example", style=style
+    )
+    formats = [*FORMATS]
+    stored = widgets.Dropdown(options=formats, description="Addends stored in", style=style)
+    target = widgets.Dropdown(options=formats, description="Result in", style=style)
+    cut = widgets.BoundedIntText(bits, 0, 52, description="Fraction bits", style=style)
+    mode = widgets.Dropdown(
+        options=[(words, name) for name, words in MODE_WORDS.items()],
+        description="Rounding",
+        style=style,
+    )
+    total = widgets.Dropdown(
+        options=[(words, name) for name, words in SUM_WORDS.items()],
+        description="Sum",
+        style=style,
+    )
+    draw = widgets.IntSlider(0, 0, DRAWS - 1, description=f"Draw of {DRAWS}", style=style)
+    picture = widgets.HTML()
+    sheet = f"<style>{(_STATIC / 'bit_explorer.css').read_text()}</style>"
+
+    def fill(chosen: dict):
+        for box, text in zip(texts, chosen["addends"] + [""]):
+            box.value = text
+        target.value, cut.value = _split_target(chosen["target"])
+        stored.value, mode.value = chosen["stored"], chosen["mode"]
+        total.value, draw.value = chosen["accumulator"], chosen["draw"]
+
+    def update(_=None):
+        cut.max = FORMATS[target.value].fraction_bits
+        draw.disabled = mode.value != "stochastic"
+        try:
+            trace = explore(
+                {
+                    "addends": [box.value for box in texts if box.value.strip()],
+                    "stored": stored.value,
+                    "target": f"{target.value}.{cut.value}",
+                    "mode": mode.value,
+                    "accumulator": total.value,
+                    "draw": draw.value,
+                }
+            )
+            body = f'<p class="bx-result">{html.escape(summary(trace))}</p>{render(trace)}'
+        except ValueError as error:
+            body = f'<p class="bx-result">{html.escape(str(error))}</p>'
+        picture.value = f'{sheet}<div class="bit-explorer">{body}</div>'
+
+    def new_format(change):
+        cut.max = cut.value = FORMATS[change["new"]].fraction_bits
+
+    fill(state)
+    example.observe(lambda change: change["new"] and fill(change["new"]), "value")
+    target.observe(new_format, "value")
+    for control in (*texts, stored, target, cut, mode, total, draw):
+        control.observe(update, "value")
+    update()
+    controls = [example, *texts, stored, target, cut, mode, total, draw]
+    box = widgets.Layout(grid_template_columns="repeat(auto-fill, minmax(20em, 1fr))")
+    return widgets.VBox([widgets.GridBox(controls, layout=box), picture])
