@@ -281,7 +281,7 @@ def show(state: dict = WORKED, *, static: bool):
 
 def table(cases: dict[str, dict]) -> str:
     """Name, stored result, exact sum and error of several states (changes of `WORKED`)."""
-    lines = [f"{'':38} {'exact sum':>20} {'stored':>10} {'error (ulp)':>12}"]
+    lines = [f"{'':29} {'exact sum':>19} {'stored':>9} {'ulp':>9}"]
     for name, changes in cases.items():
         total = explore(WORKED | changes)["total"]
         lines.append(f"{name:38} {total['exact']:>20} {total['result']:>10} {total['error']:>12}")

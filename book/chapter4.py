@@ -6,11 +6,13 @@ Errors are in ulps of what is stored and count as positive away from zero.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from IPython.display import Markdown
 from torch import Tensor
 
 from kernels.attention import attention
@@ -89,7 +91,8 @@ def stored_error(rows: TiedRows, *, unnormalized: bool, output: bool) -> StoredE
     exact = rows.o_bar / rows.row_sum
     error = (o.abs() - exact.abs()) / ulp(exact, rows.fmt)
     common, square = error.mean(1), float(error.square().mean())
-    shared = float((common.square() - error.var(1) / error.shape[1]).mean()) / square
+    between = float((common.square() - error.var(1) / error.shape[1]).mean())
+    shared = between / square if square else math.nan
     return StoredError(signed_mean(common), square**0.5, shared)
 
 
@@ -205,3 +208,20 @@ def attention_kinds() -> dict:
         "paper, δ = rowsum(dP∘P)": ours("paper,delta=dP_P"),
         "authors": ours("authors"),
     }
+
+
+# -- words and tables -----------------------------------------------------------------------------
+
+
+def plus_minus(found: SignedMean) -> str:
+    """'+0.2490 ± 0.0010': the mean to the digits of its standard error."""
+    if not found.stderr > 0:
+        return f"{found.mean:+.4g}"
+    digits = min(max(1 - math.floor(math.log10(found.stderr)), 0), 9)
+    return f"{found.mean:+.{digits}f} ± {found.stderr:.{digits}f}"
+
+
+def markdown_table(header: list[str], lines: list[list[str]]) -> Markdown:
+    """A Markdown table for display."""
+    rows = [header, ["---"] * len(header), *lines]
+    return Markdown("\n".join("| " + " | ".join(map(str, line)) + " |" for line in rows))

@@ -78,6 +78,7 @@ def law_panels(*, tail: float, draws: int, seed: int) -> Figure:
         for mode in ("nearest_even", "nearest_away", "stochastic", "toward_zero")
     }
     panel(axes[2], modes, counts[:6], counts[:6], "Rounding mode", "keys with P̄ = 1")
+    axes[2].legend(loc="center right", bbox_to_anchor=(1, 0.42))
     dials = {
         "matched: V on O's grid": lambda b: {"tied": 2, "tail": tail, "fmt": f"bf16.{b}"},
         "output: V in fp32": lambda b: {
