@@ -72,7 +72,7 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome) -> dict:
 
 
 def curves(metrics: dict) -> dict[str, dict[str, list]]:
-    """Name -> {"step": [...], "value": [...]}; the training loss is smoothed, heads are the worst."""
+    """Name -> {"step": [...], "value": [...]}; training loss smoothed, worst heads."""
     out = {}
     steps, losses = series(metrics, "train_loss")
     out["train_loss"] = _thin(steps, smooth(steps, losses))
