@@ -120,6 +120,7 @@ def _adam_change(ctx: ProbeContext, weight: Tensor, change: Tensor) -> tuple[Ten
 
 
 def _clip_scale(ctx: ProbeContext) -> float:
-    """What clipping multiplied the gradient with; the row's grad_norm is from before it."""
-    norm, limit = ctx.metrics.get("grad_norm"), ctx.config.grad_clip
-    return min(1.0, limit / (norm + 1e-6)) if norm and limit else 1.0
+    """What clipping multiplied the gradient with; `grad_norm` is from before it."""
+    if not ctx.config.grad_clip:
+        return 1.0
+    return min(1.0, ctx.config.grad_clip / (float(ctx.scratch["grad_norm"]) + 1e-6))

@@ -23,9 +23,10 @@ TRAINING_TOKENS = 8192  # at most so many tokens of the training batch are looke
 class ProbeContext:
     """What a probe may look at. Made by the training loop; the same object before and after.
 
-    model: the raw module, never compiled. x, y: int64 [B, T], a micro-batch of `step`. metrics:
-    the row so far. full_batch: gives (x, y) of the whole step. scratch: kept from before the
-    update until after it.
+    model: the raw module, never compiled. x, y: int64 [B, T], the first micro-batch of `step`.
+    metrics: the row so far. autocast: gives the context in which the run computes (none: fp32).
+    full_batch: gives (x, y) of the whole step. scratch: what probes keep from before the update
+    until after it; by then the loop has put `train_loss` and `grad_norm` (before clipping) there.
     """
 
     model: Any
@@ -37,6 +38,7 @@ class ProbeContext:
     run_dir: Path | None = None
     corpus: Any = None
     metrics: dict = field(default_factory=dict)
+    autocast: Callable | None = None
     full_batch: Callable[[], tuple[Tensor, Tensor]] | None = None
     scratch: dict = field(default_factory=dict)
 
@@ -76,10 +78,8 @@ def measuring(ctx: ProbeContext):
     """Evaluation mode and the run's autocast; the training mode comes back afterwards."""
     was_training = ctx.model.training
     ctx.model.eval()
-    kind, dtype = ctx.x.device.type, ctx.config.dtype
-    half = dtype != "float32" and kind in ("cpu", "cuda")
     try:
-        with torch.autocast(kind, getattr(torch, dtype)) if half else nullcontext():
+        with ctx.autocast() if ctx.autocast else nullcontext():
             yield
     finally:
         ctx.model.train(was_training)

@@ -2,7 +2,7 @@
 
 Cheap probes run at every `probe_interval`. Dear ones run where `config.probes` names them, each as
 `name` (every `DEAR_STRIDE` probe intervals), `name@500` (every 500 steps), `name@100-120` (each
-step from 100 to 120). `capture` has more to say: see `gpt2.capture`.
+step from 100 to 120). `capture` knows other moments and a place as well: see `gpt2.capture`.
 
 Two batches are looked at. *Held out*: a fixed batch of the held-out documents, evenly spaced and
 the same in every run on a corpus, for what should be comparable over time (ties, scores).
@@ -25,6 +25,7 @@ from . import gradient_probes, measures
 from .coerce import nearest_hint
 from .probe_registry import REGISTRY, ProbeContext, nested, register
 
+TRIGGERS = ("failure", "spike", "onset")
 DEAR_STRIDE = 5  # probe intervals between two calls of a dear probe without a schedule of its own
 
 __all__ = ["REGISTRY", "ProbeContext", "ProbeSpec", "Probes", "parse_spec", "register"]
@@ -69,11 +70,15 @@ def scores(ctx: ProbeContext) -> dict:
 
 @dataclass(frozen=True)
 class ProbeSpec:
-    """One entry of `config.probes`: which probe, when, and what follows the colon."""
+    """One entry of `config.probes`: which probe, when, and what follows the colon.
+
+    trigger: "failure", "spike" or "onset" (captures only), else None.
+    """
 
     name: str
     every: int | None = None
     span: tuple[int, int] | None = None
+    trigger: str | None = None
     rest: str = ""
 
     def due(self, step: int, interval: int) -> bool:
@@ -84,18 +89,25 @@ class ProbeSpec:
 
 def parse_spec(text: str) -> ProbeSpec:
     """'update@500', 'delta_error@100-120', 'update'. Raises ValueError naming what is wrong."""
-    match = re.fullmatch(r"(\w+)(?:@(\d+)(?:-(\d+))?)?(?::(.*))?", text.strip())
+    match = re.fullmatch(r"(\w+)(?:@(?:(\d+)(?:-(\d+))?|(\w+)))?(?::(.*))?", text.strip())
     known = [*REGISTRY, "capture"]
     if not match:
         raise ValueError(f"probe {text!r} is not understood; write it as 'name@500' or 'name@1-9'")
-    name, first, last, rest = match.groups()
+    name, first, last, trigger, rest = match.groups()
     if name not in known:
         raise ValueError(f"unknown probe {name!r}{nearest_hint(name, known)}")
-    if last is not None:
-        return ProbeSpec(name, span=(int(first), int(last)), rest=rest or "")
-    if first == "0":
+    if trigger and (name != "capture" or trigger not in TRIGGERS):
+        raise ValueError(
+            f"probe {text!r}: {trigger!r} is no schedule; use a number of steps, or "
+            f"capture@{', capture@'.join(TRIGGERS)}"
+        )
+    if first == "0" and last is None:
         raise ValueError(f"probe {text!r}: every 0 steps is never; use at least 1")
-    return ProbeSpec(name, every=int(first) if first else None, rest=rest or "")
+    span = (int(first), int(last)) if last is not None else None
+    every = int(first) if first and not span else None
+    if name == "capture" and not (span or every or trigger):
+        trigger = "failure"
+    return ProbeSpec(name, every, span, trigger, rest or "")
 
 
 class Probes:
