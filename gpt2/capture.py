@@ -132,19 +132,16 @@ class Capture:
             return
         weights = {n: p.detach().cpu().clone() for n, p in ctx.model.named_parameters()}
         self.ring.append(Snapshot(ctx.step, weights, ctx.x.cpu(), ctx.y.cpu(), norms))
-        if self.trigger == "onset" and self._grown(ctx.step, norms):
-            self._keep(ctx, self.ring[-1])
 
     def after_update(self, ctx: ProbeContext) -> None:
         if not self.ring or self.ring[-1].step != ctx.step or "train_loss" not in ctx.scratch:
             return
-        loss = self.ring[-1].loss = float(ctx.scratch["train_loss"])
-        if self.trigger == "spike" and not self.done:
-            average = np.mean(self.losses) if len(self.losses) >= SPIKE_HISTORY else math.inf
-            self.losses.append(loss)
-            if not loss <= average + DIVERGED_NATS:
-                for snapshot in list(self.ring)[-2:]:  # the step that broke it, and what it broke
-                    self._keep(ctx, snapshot)
+        self.ring[-1].loss = float(ctx.scratch["train_loss"])
+        if self.trigger == "onset" and self._grown():
+            self._keep(ctx, self.ring[-1])
+        if self.trigger == "spike" and self._spiked(self.ring[-1].loss):
+            for snapshot in list(self.ring)[-2:]:  # the step that broke it, and what it broke
+                self._keep(ctx, snapshot)
 
     def on_end(self, ctx: ProbeContext, status: str, step: int | None) -> None:
         """Keep the last remembered state from before the trouble began."""
@@ -157,9 +154,15 @@ class Capture:
         sound = [s for s in sound if math.isfinite(s.loss)]
         self._keep(ctx, sound[-1] if sound else self.ring[0])
 
-    def _grown(self, step: int, norms: Tensor) -> bool:
+    def _grown(self) -> bool:
+        step, norms = self.norms[-1]
         old = [n for s, n in self.norms if s <= step - ONSET_STEPS]
         return bool(old) and bool((norms > ONSET_NORM * old[-1]).any())
+
+    def _spiked(self, loss: float) -> bool:
+        average = np.mean(self.losses) if len(self.losses) >= SPIKE_HISTORY else math.inf
+        self.losses.append(loss)
+        return not loss <= average + DIVERGED_NATS
 
     def _heads(self, norms: Tensor) -> list[tuple[int, int]]:
         chosen = self.place.list(self.config.n_head)
