@@ -95,7 +95,9 @@ def _name(changes: Mapping) -> str:
     return ", ".join(f"{k}={v}" for k, v in changes.items()) or "no change"
 
 
-def parent_state(run: Run, at: int, *, progress: bool = True, cache_dir="data") -> Parent:
+def parent_state(
+    run: Run, at: int, *, progress: bool = True, cache_dir="data", corpus=None
+) -> Parent:
     """The parent's state after `at` updates, from a checkpoint or computed again.
 
     States computed again are kept in RUN/states and serve later forks. Raises ForkError where the
@@ -110,20 +112,18 @@ def parent_state(run: Run, at: int, *, progress: bool = True, cache_dir="data") 
     before = max((step for step in saved if step < at), default=None)
     start = run.parent if before is None else Parent(run.id, before, str(saved[before]))
     store = RunStore(run.path / "states" / f"step_{at:08d}")
-    again = _regenerate(run, at, start, store, progress, cache_dir)
-    return Parent(run.id, at, str(dict(again.checkpoints())[at]))
-
-
-def _regenerate(run: Run, at: int, start, store: RunStore, progress: bool, cache_dir) -> Run:
-    from .train import train
-
     if progress:
         origin = f"step {start.step}" if start else "the start"
         print(f"no checkpoint at step {at}: computing it again from {origin}", flush=True)
-    config = run.config.at(keep_checkpoints=2)
-    again = train(
-        config, store=store, parent=start, max_steps=at, progress=progress, cache_dir=cache_dir
-    )
+    options = dict(store=store, progress=progress, cache_dir=cache_dir, corpus=corpus)
+    again = _regenerate(run, at, start, options)
+    return Parent(run.id, at, str(dict(again.checkpoints())[at]))
+
+
+def _regenerate(run: Run, at: int, start: Parent | None, options: dict) -> Run:
+    from .train import train
+
+    again = train(run.config, parent=start, max_steps=at, **options)
     first = _first_difference(run, again)
     if first is not None:
         sentence = (
@@ -156,6 +156,7 @@ def fork(
     store: RunStore | None = None,
     progress: bool = True,
     cache_dir: str | Path = "data",
+    corpus=None,
 ) -> Run:
     """Train one fork of `run` from step `at` and return it. See `plan` and `parent_state`.
 
@@ -169,6 +170,7 @@ def fork(
         store=store,
         progress=progress,
         cache_dir=cache_dir,
+        corpus=corpus,
     )
     return next(iter(made.values()))
 
@@ -183,21 +185,25 @@ def fork_many(
     workers: int = 1,
     progress: bool = True,
     cache_dir: str | Path = "data",
+    corpus=None,
 ) -> dict[str, Run]:
-    """Several forks from one state, {name: changes} -> {name: Run}; all are checked first."""
+    """Several forks from one state, {name: changes} -> {name: Run}; all are checked first.
+
+    corpus: the parent's, if loaded already.
+    """
     from .train import train, train_many
 
     run = run if isinstance(run, Run) else Run(run)
     forks = [plan(run, at, changes, name=name, until=until) for name, changes in arms.items()]
     store = store or RunStore(run.path.parent)
-    parent = parent_state(run, at, progress=progress, cache_dir=cache_dir)
+    parent = parent_state(run, at, progress=progress, cache_dir=cache_dir, corpus=corpus)
     if progress:
         print("\n".join(f.told() for f in forks), flush=True)
     common = dict(store=store, progress=progress, cache_dir=cache_dir)
     if workers > 1 and len(forks) > 1:
         runs = train_many([(f.config, parent) for f in forks], workers=workers, **common)
     else:
-        runs = [train(f.config, parent=parent, **common) for f in forks]
+        runs = [train(f.config, parent=parent, corpus=corpus, **common) for f in forks]
     return {f.name: r for f, r in zip(forks, runs)}
 
 

@@ -328,6 +328,7 @@ class Trainer:
             optimizer=self.optimizers,
             run_dir=self.run_dir,
             corpus=self.corpus,
+            autocast=self.autocast,
             full_batch=lambda: self.feed.batch(step),
         )
 
@@ -339,6 +340,8 @@ class Trainer:
         return context
 
     def _probe_after(self, context: ProbeContext) -> None:
+        _, loss, norm, _ = self._pending[-1]
+        context.scratch.update(train_loss=loss, grad_norm=norm)
         context.metrics.update(self._pause_clock(lambda: self.probes.after_update(context)))
         if context.metrics:
             self._write([{"step": context.step, **context.metrics}])

@@ -29,7 +29,7 @@ import psutil
 
 from .config import RunConfig
 from .fingerprint import code_fingerprint
-from .outcomes import Outcome, summarize
+from .outcomes import Outcome, OutcomeTracker, summarize
 
 FORMAT = "bit-by-bit run 1"
 STATUSES = ("running", "finished", "diverged", "nonfinite", "interrupted", "failed")
@@ -188,8 +188,13 @@ class Run:
 
     @property
     def outcome(self) -> Outcome:
-        """The declared rules applied to this run alone (onset needs a twin: gpt2.outcomes)."""
-        return summarize(self.metrics())
+        """The declared rules applied to this run alone (onset needs a twin: gpt2.outcomes).
+
+        A fork's divergence rule began in its parent, so the rule's own last state decides.
+        """
+        state = self.state.get("tracker")
+        tracker = OutcomeTracker.from_dict(state) if state else None
+        return summarize(self.metrics(), tracker=tracker)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of every complete checkpoint, oldest first."""

@@ -264,6 +264,8 @@ class _Session:
             if step is None:
                 step = self.trainer.step if self.trainer else 0
             seconds = self.before_s + time.monotonic() - self.began
+            if self.trainer:
+                more["tracker"] = self.trainer.tracker.to_dict()
             self.writer.status(status, step, message, seconds, **more)
 
     def _opening(self, trainer: Trainer) -> str:

@@ -5,14 +5,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from gpt2.runs import RunStore
-from gpt2.train import train
+from safetensors.torch import load_file, save_file
 
 from gpt2 import capture
 from gpt2.capture import Place
 from gpt2.config import make_config
 from gpt2.data import load_corpus
+from gpt2.fork import fork
 from gpt2.probes import Probes
+from gpt2.runs import RunStore
+from gpt2.train import train
 from kernels.forensics import load_head
 from kernels.numerics import Numerics, parse_numerics
 
@@ -45,6 +47,7 @@ def lab(tmp_path_factory):
         config = make_config("cpu", base | overrides)
         return train(config, store=RunStore(root / "runs"), corpus=corpus, progress=False)
 
+    run.corpus = corpus
     return run
 
 
@@ -70,49 +73,53 @@ def test_captures_change_no_bit_of_the_run(lab):
     assert np.array_equal(plain.metrics()["train_loss"], watched.metrics()["train_loss"], True)
 
 
-def poisoned(lab, **overrides):
-    """Healthy until the warm-up brings a rate that destroys the model."""
-    return lab(learning_rate=100.0, warmup_steps=400, max_steps=300, grad_clip=0.0, **overrides)
+@pytest.fixture(scope="module")
+def poisoned(lab):
+    """A healthy run, forked at step 40 with a learning rate 1,000 times too high."""
+    parent = lab(max_steps=60, checkpoint_interval=20, dropout=0.1)
+
+    def poison(probes):
+        changes = {"learning_rate": 10.0, "grad_clip": 0.0, "probes": probes}
+        return fork(parent, 40, changes, until=320, progress=False, corpus=lab.corpus)
+
+    return poison
 
 
-def test_a_spike_is_caught_at_once_and_its_bundle_replays_to_the_same_loss(lab):
-    run = poisoned(lab, probes="capture@spike", dropout=0.1)
-    bundles = [p for p in run.captures() if p.is_dir()]
-    assert len(bundles) == 2
-    losses = dict(zip(run.metrics()["step"].tolist(), run.metrics()["train_loss"].tolist()))
-    for path in bundles:
-        found = capture.replay(path)
-        assert found.identical and np.float32(losses[found.step]) == np.float32(found.replayed)
-    before, after = (capture.replay(p) for p in bundles)
-    assert after.step == before.step + 1 and after.replayed > before.replayed + 1
+def bundles_of(run):
+    return [p for p in run.captures() if p.is_dir()]
+
+
+def test_a_spike_is_caught_within_5_steps_and_its_bundle_replays_to_the_same_loss(poisoned):
+    run = poisoned("capture@spike")
+    recorded = {r["step"]: r["train_loss"] for r in run.rows() if "train_loss" in r}
+    found = [capture.replay(p) for p in bundles_of(run)]
+    before, after = found
+    assert 40 <= before.step < after.step <= 45 and after.step == before.step + 1
+    assert after.replayed > before.replayed + 0.5
+    for r in found:
+        assert r.identical and np.float32(recorded[r.step]) == np.float32(r.replayed)
     heads = [p for p in run.captures() if p.suffix == ".npz"]
     assert len(heads) == 2 and f"step_{before.step:08d}" in heads[0].name
 
 
-def test_a_failed_run_keeps_a_bundle_from_before_the_failure(lab):
-    run = poisoned(lab, probes="capture")
+def test_a_failed_run_keeps_a_bundle_from_before_the_failure(poisoned):
+    run = poisoned("capture")
     assert run.status in ("diverged", "nonfinite")
-    (bundle,) = [p for p in run.captures() if p.is_dir()]
+    (bundle,) = bundles_of(run)
     found = capture.replay(bundle)
-    assert found.identical and found.step < run.outcome.failed_step
+    assert found.identical and 40 <= found.step < run.outcome.failed_step
     (head,) = [p for p in run.captures() if p.suffix == ".npz"]
     assert load_head(head).W_Q is not None
 
 
-def test_a_replay_with_other_weights_is_not_identical(lab):
-    run = poisoned(lab, probes="capture")
-    (bundle,) = [p for p in run.captures() if p.is_dir()]
-    from safetensors.torch import load_file, save_file
-
+def test_a_replay_with_other_weights_is_not_identical(poisoned, tmp_path):
+    bundle = bundles_of(poisoned("capture"))[0]
     weights = load_file(bundle / "weights.safetensors")
-    name = "transformer.h.0.attn.c_attn.weight"
-    weights[name] = weights[name] + 1e-3
-    copy = bundle.parent.parent / "copy"
-    copy.mkdir()
+    weights["transformer.wte.weight"] *= 1.01
     for file in ("bundle.json", "batch.npz"):
-        (copy / file).write_bytes((bundle / file).read_bytes())
-    save_file(weights, copy / "weights.safetensors")
-    assert not capture.replay(copy).identical
+        (tmp_path / file).write_bytes((bundle / file).read_bytes())
+    save_file(weights, tmp_path / "weights.safetensors")
+    assert not capture.replay(tmp_path).identical
 
 
 def test_a_healthy_run_writes_no_evidence_of_failure(lab):
@@ -123,7 +130,7 @@ def test_a_healthy_run_writes_no_evidence_of_failure(lab):
 def test_a_growing_norm_triggers_the_onset_capture_once(lab):
     run = lab(max_steps=241, learning_rate=3e-2, probe_interval=40, probes="capture@onset:worst")
     norms = run.metrics()["spectral_norm_q"]
-    bundles = [p for p in run.captures() if p.is_dir()]
+    bundles = bundles_of(run)
     assert np.nanmax(norms) > 1.5 * np.nanmin(norms)
     assert len(bundles) == 1 and capture.replay(bundles[0]).identical
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from gpt2.model import GPT
 
 from gpt2 import measures, probes
 from gpt2.config import make_config
+from gpt2.model import GPT
 from gpt2.probes import REGISTRY, ProbeContext, Probes, parse_spec, register
 
 DEAR = ("delta_error@1", "weight_gradient_error@1", "update@1", "update_error@1")
