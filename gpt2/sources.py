@@ -123,10 +123,11 @@ def globbed_files(pattern: str, max_bytes: int) -> FileSource:
     if not paths:
         raise ValueError(f"corpus files:{pattern} matches no file; quote the pattern and check it")
     source = file_source(f"files:{pattern}", [(p, Path(p)) for p in paths], max_bytes)
-    if len(source) < len(paths):
+    out = len(paths) - len(source)
+    if out:
         warnings.warn(
-            f"files:{pattern}: {len(paths) - len(source)} of {len(paths)} files are left out, being "
-            f"empty or beyond corpus_max_bytes={max_bytes} (0 takes all)",
+            f"files:{pattern}: {out} of {len(paths)} files are left out, being empty or beyond "
+            f"corpus_max_bytes={max_bytes} (0 takes all)",
             stacklevel=2,
         )
     return source

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-BPE_TRAINING_BYTES = 64_000_000
+# Twice as much text gave 0.7 % fewer tokens on installed-text+packages.
+BPE_TRAINING_BYTES = 24_000_000
 END_OF_TEXT = "<|endoftext|>"
 
 

@@ -17,7 +17,7 @@ from gpt2.build import build_corpus, corpus_plan
 from gpt2.config import make_config
 from gpt2.data import load_corpus, source_plan
 from gpt2.sources import FileSource, installed_text
-from gpt2.tokenise import ByteTokenizer
+from gpt2.tokenise import BpeTokenizer, ByteTokenizer
 
 TEXTS = [f"document {i}: " + "some words to read. " * (3 + i % 5) for i in range(60)]
 
@@ -190,6 +190,20 @@ def test_held_out_documents_are_whole_and_never_trained_on(texts, tmp_path):
     assert corpus.info["held_out"]["documents"] == len(held_out)
 
 
+def test_the_bpe_learns_from_training_documents_only(texts, tmp_path, monkeypatch):
+    seen = set()
+    real = BpeTokenizer.train
+    monkeypatch.setattr(
+        BpeTokenizer,
+        "train",
+        lambda documents, *rest: real([d for d in documents if not seen.add(d.decode())], *rest),
+    )
+    config = texts.at(tokenizer="bpe:300", held_out_fraction=0.3)
+    corpus = load_corpus(config, tmp_path / "cache", progress=False)
+    assert seen == set(corpus.decode(corpus.train).split("<|endoftext|>")[:-1])
+    assert len(seen) < len(TEXTS)
+
+
 def test_copies_of_a_document_stay_on_one_side(texts, tmp_path):
     folder = Path(texts.corpus.removeprefix("files:")).parent
     for path in list(folder.iterdir()):
@@ -343,6 +357,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_offset(tmp_path):
     _, config = bin_folder(tmp_path, ids)
     said = refused(config, tmp_path)
     assert "id 50300 at token 13 (byte offset 26)" in said and "ends at 50256" in said
+    assert "id 50300" in refused(config.at(vocab_size=50_300), tmp_path)
     padded = load_corpus(config.at(vocab_size=50_304), tmp_path / "cache", progress=False)
     assert padded.vocab_size == 50_304
     _, config = bin_folder(tmp_path, range(20))

@@ -170,9 +170,12 @@ build.build_corpus(lambda: sources.globbed_files(pattern, 0), json.loads(plan), 
 """
 
 
-@pytest.mark.parametrize("place, kept", [("write_json", 2), ("_concatenate", None)])
+@pytest.mark.parametrize(
+    "place, cut, kept",
+    [("write_json", False, 2), ("write_json", True, 1), ("_concatenate", False, 0)],
+)
 def test_preparation_continues_after_a_kill_and_gives_the_same_bytes(
-    texts, tmp_path, monkeypatch, place, kept
+    texts, tmp_path, monkeypatch, place, cut, kept
 ):
     config = make_config("cpu", {"corpus": f"files:{texts}/*.txt", "tokenizer": "bpe:300"})
     plan, open_source = source_plan(config)
@@ -181,6 +184,9 @@ def test_preparation_continues_after_a_kill_and_gives_the_same_bytes(
     assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
     assert not out.exists() and (tmp_path / ".out.partial").is_dir()
 
+    shard = tmp_path / ".out.partial" / "shard-00000.train"
+    if cut:
+        shard.write_bytes(shard.read_bytes()[:-2])
     monkeypatch.setattr(sources, "SHARD_BYTES", 500)
     written = []
     real = build._write_shard
