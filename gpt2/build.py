@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from .files import locked, write_atomically, write_json
 from .tokenise import BpeTokenizer, load_tokenizer
 
-FORMAT = 1
+FORMAT = 1  # to be raised when the same plan comes to give other tokens
 SPLITS = {"train": "train.bin", "held_out": "val.bin"}
 
 

@@ -8,7 +8,6 @@ non-zero.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import sys
@@ -22,7 +21,7 @@ import torch
 
 from . import hardware
 from .checkpoint import CheckpointError, load_checkpoint, load_newest
-from .config import RunConfig, add_arguments, config_from_args
+from .config import ConfigParser, RunConfig, add_arguments, config_from_args
 from .data import load_corpus
 from .distributed import LOST_EXIT_CODE, Group, Watchdog, join
 from .loop import Stopped, Trainer
@@ -312,15 +311,13 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> ConfigParser:
+    p = ConfigParser(
         prog="python -m gpt2.train",
         usage="%(prog)s [--preset NAME] [--KEY VALUE ...]",
         description="Train one GPT-2 run into a folder of its own. The same command again loads\n"
         "a finished run and continues an interrupted one, bit for bit.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     group = p.add_argument_group("this program")
     group.add_argument("--store", default="runs", metavar="DIR", help="where runs lie (runs)")
