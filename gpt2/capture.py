@@ -8,8 +8,8 @@ Named in `config.probes`, with a moment after @ and a place after the colon:
     capture                 at failure (the same as capture@failure:worst)
     capture@onset           once, when a head's spectral norm has grown by `ONSET_NORM` within
                             `ONSET_STEPS` steps (by its own measure: no twin is at hand)
-    capture@spike           once, when a loss exceeds its own average by `DIVERGED_NATS` or is NaN;
-                            looks at every step, so it slows a GPU down
+    capture@spike           once, when a loss is `DIVERGED_NATS` above the lowest of the last 50,
+                            or NaN; looks at every step, so it slows a GPU down
 
 *Worst head*: the one whose spectral norm of W_Q has grown most over the steps remembered.
 
@@ -41,7 +41,7 @@ from .outcomes import DIVERGED_NATS, DIVERGED_STEPS, HALF_LIFE, ONSET_NORM, ONSE
 from .probe_registry import ProbeContext
 
 SEQUENCES = 4
-SPIKE_HISTORY = 5  # losses before a spike can be told
+SPIKE_HISTORY = 50  # steps whose lowest loss a spike is measured from
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Capture:
         before = 2 if self.trigger == "spike" else DIVERGED_STEPS + 3 * HALF_LIFE
         self.ring = deque(maxlen=2 + math.ceil(before / interval))
         self.norms = deque(maxlen=2 + math.ceil(ONSET_STEPS / interval))
-        self.losses = deque(maxlen=50)
+        self.losses = deque(maxlen=SPIKE_HISTORY)
         if self.run_dir is not None and self.trigger in ("spike", "onset"):
             self.done = any(self.folder.glob(f"bundle_step_*-{self.trigger}"))
 
@@ -160,9 +160,9 @@ class Capture:
         return bool(old) and bool((norms > ONSET_NORM * old[-1]).any())
 
     def _spiked(self, loss: float) -> bool:
-        average = np.mean(self.losses) if len(self.losses) >= SPIKE_HISTORY else math.inf
+        lowest = min(self.losses, default=math.inf)
         self.losses.append(loss)
-        return not loss <= average + DIVERGED_NATS
+        return not loss <= lowest + DIVERGED_NATS
 
     def _heads(self, norms: Tensor) -> list[tuple[int, int]]:
         chosen = self.place.list(self.config.n_head)
