@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -38,9 +37,6 @@ from .chapters import (
     versions,
 )
 from .execution import Cache, Executed, Limits, execute
-
-MATHJAX_PACKAGE = "sphinx-mathjax-offline"
-MATHJAX_FILE = "tex-svg-full.js"  # one file, glyphs as paths: nothing else is ever loaded
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,7 @@ def _for_publication(notebook: nbformat.NotebookNode) -> None:
 
 
 def build_html(layout: Layout, say=print) -> None:
-    """Run Jupyter Book (warnings are errors) and put MathJax beside the pages."""
+    """Run Jupyter Book, warnings as errors, unless its input is what it was the last time."""
     manifest = layout.html / ".book.json"
     state = _state(layout)
     try:
@@ -198,7 +194,6 @@ def build_html(layout: Layout, say=print) -> None:
         lines = [line for line in log.splitlines() if re.search(r"WARNING|ERROR|Error", line)]
         told = "\n".join(lines[:20] or log.splitlines()[-20:])
         raise BuildError(f"Jupyter Book did not accept the pages:\n{told}\nLog: _build/html.log")
-    _vendor_mathjax(layout.html)
     if outside := external_references(layout.html):
         _forget(layout)
         raise BuildError(f"pages ask the network for: {', '.join(outside[:5])}; they must not")
@@ -216,24 +211,11 @@ def _forget(layout: Layout) -> None:
 
 def _state(layout: Layout) -> str:
     digest = hashlib.sha256(json.dumps(versions()).encode())
-    inputs = [layout.config, layout.toc, Path(__file__)]
+    inputs = [layout.config, layout.toc, Path(__file__), Path(__file__).with_name("vendored.py")]
     inputs += sorted(p for p in layout.source.rglob("*") if p.is_file())
     for path in inputs:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _vendor_mathjax(html: Path) -> None:
-    spec = importlib.util.find_spec(MATHJAX_PACKAGE)
-    if spec is None:
-        raise BuildError(
-            f"{MATHJAX_PACKAGE} is not installed, and formulas need it; "
-            "run: pip install -r requirements.txt"
-        )
-    source = Path(spec.origin).parent / "static" / "mathjax" / MATHJAX_FILE
-    target = html / "_static" / "mathjax" / MATHJAX_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
 
 
 class _References(HTMLParser):

@@ -20,7 +20,7 @@ import nbformat
 import yaml
 
 PACKAGES = ("kernels", "gpt2", "book")
-NOT_IMPORTED_BY_CHAPTERS = {"build.py", "chapters.py", "execution.py"}
+NOT_IMPORTED_BY_CHAPTERS = {"build.py", "chapters.py", "execution.py", "vendored.py"}
 DEPENDENCIES = ("torch", "triton", "numpy", "matplotlib", "ipywidgets", "papermill", "tokenizers")
 
 

@@ -106,7 +106,7 @@ def panels(
             axis.plot(steps, values, color=colour, linestyle=dash, label=run)
         axis.set_title((labels or {}).get(name, label))
         if logarithmic and all((line.get_ydata() > 0).any() for line in axis.lines):
-            axis.set_yscale("log")
+            _log_axis(axis)
         if limits and name in limits:
             axis.set_ylim(*limits[name])
         axis.margins(x=0.02)
@@ -116,6 +116,14 @@ def panels(
     axes[-1].set_xlabel("step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return figure
+
+
+def _log_axis(axis) -> None:
+    """Logarithmic y with plain numbers at 1, 2 and 5 of each decade."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+    axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
 
 
 def _mark(axes, outcome, colour: str) -> None:
@@ -197,7 +205,10 @@ def head_heatmap(run, name: str, *, title: str | None = None, logarithmic: bool 
     axis.set(xlabel="step", title=title or label)
     axis.invert_yaxis()
     axis.grid(False)
-    figure.colorbar(drawn, ax=axis, label=label)
+    ticks = mpl.ticker.LogLocator(subs=(1, 2, 5)) if use_log else None
+    plain = mpl.ticker.FuncFormatter(lambda v, _: f"{v:g}")
+    bar = figure.colorbar(drawn, ax=axis, label=label, ticks=ticks, format=plain)
+    bar.ax.minorticks_off()
     return figure
 
 

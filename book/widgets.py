@@ -86,9 +86,12 @@ def _live(render: Callable, choices: list[Choice]):
 
     controls = []
     for choice in choices:
-        kind = ipywidgets.SelectionSlider if choice.ordered else ipywidgets.Dropdown
-        options = list(zip(choice.labels, choice.values))
-        controls.append(kind(options=options, description=choice.title, continuous_update=False))
+        given = {"options": list(zip(choice.labels, choice.values)), "description": choice.title}
+        controls.append(
+            ipywidgets.SelectionSlider(**given, continuous_update=False)
+            if choice.ordered
+            else ipywidgets.Dropdown(**given)
+        )
     view = ipywidgets.HTML()
 
     def draw(_=None):

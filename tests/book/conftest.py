@@ -38,7 +38,7 @@ def project(tmp_path) -> Layout:
     (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: book/intro\n")
     (tmp_path / "_config.yml").write_text(
         "title: Sample\nonly_build_toc_files: true\nexecute: {execute_notebooks: 'off'}\n"
-        "sphinx:\n  config:\n    mathjax_path: mathjax/tex-svg-full.js\n    nb_ipywidgets_js: {}\n"
+        "sphinx:\n  config:\n    nb_ipywidgets_js: {}\n"
     )
     return Layout(tmp_path)
 
