@@ -10,7 +10,7 @@ from .bias import BiasLaw, RoundingBias, bias_law, rounding_bias, simulate_bias
 from .coherence import Coherence, coherence, coherent_gain, direction_cosine, pair_cosines
 from .counts import Counts, counts
 from .delta import DeltaMeasurement, delta_error
-from .inputs import Head, as_head, load_head
+from .inputs import Head, as_head, load_head, offset_values
 from .report import Report, report
 from .stats import (
     SignedMean,
@@ -49,6 +49,7 @@ __all__ = [
     "delta_error",
     "direction_cosine",
     "load_head",
+    "offset_values",
     "pair_cosines",
     "report",
     "rounding_bias",

@@ -43,9 +43,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formats import BF16, FloatFormat, parse_format
+from ..formats import BF16, FP32, FloatFormat, parse_format
 from ..rounding import ROUNDINGS, Rounding, round_to, ulp
 from .stats import SignedMean, signed_mean
+
+_ENUMERATED_BITS = 12
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,16 @@ def bias_law(
 
     The expectation is taken over values uniform on the grid of one binade, by enumerating all sums
     (a k-fold convolution): exact for any format, also where the last bits of a sum of few values
-    are not quite uniform (k not a power of two, or 2 and 3 fraction bits). For V in fp32 say
-    value_format="fp32.14": the last bits change nothing, and there are few enough sums.
+    are not quite uniform (k not a power of two, or 2 and 3 fraction bits). Where both grids are
+    finer than 12 bits (fp32), both lose the same number of bits: the law in ulps is the same to
+    2^-12. For bf16 out of V in fp32 say value_format="fp32.14"; there are few enough sums then.
     Raises ValueError for tied < 1, an unknown mode, values coarser than the result, or a grid with
     more than a million sums.
     """
     fmt, grid = _formats(fmt, value_format, tied, mode, same_sign)
+    whole, whole_grid = fmt, grid
+    drop = max(fmt.fraction_bits - _ENUMERATED_BITS, 0)
+    fmt, grid = (f.cut(f.fraction_bits - drop) for f in (fmt, grid))
     tails = torch.as_tensor(tail, dtype=torch.float64).reshape(-1)
     n, weight = _sum_distribution(tied, grid.fraction_bits, same_sign)
     total = per_value = square = 0.0
@@ -108,7 +114,14 @@ def bias_law(
     if same_sign == 1.0:
         closed = sum(_closed_form(tied, t, fmt, grid, mode) for t in tails.tolist()) / count
     return BiasLaw(
-        tied, fmt, grid, mode, total / count, per_value / count, closed, math.sqrt(square / count)
+        tied=tied,
+        format=whole,
+        value_format=whole_grid,
+        mode=mode,
+        expected_ulp=total / count,
+        expected_value_ulp=per_value / count,
+        closed_form_value_ulp=closed,
+        rms_ulp=math.sqrt(square / count),
     )
 
 
@@ -154,6 +167,8 @@ def _formats(fmt, value_format, tied: int, mode: str, same_sign: float):
             f"values in {grid} are coarser than the result in {fmt}; give a value_format with at "
             f"least {fmt.fraction_bits} fraction bits"
         )
+    if fmt.fraction_bits > FP32.fraction_bits:
+        raise ValueError(f"the yardstick is float64, so {fmt} cannot be judged; use fp32 or less")
     if 2 * tied > fmt.max_finite:
         raise ValueError(f"{tied} values near 2 overflow {fmt}; use fewer")
     return fmt, grid

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..numerics import Numerics
 from . import pieces
 from .delta import CAUSES, row_causes
-from .inputs import Head, as_head
+from .inputs import as_head
 from .pieces import Setting
 
 
@@ -24,8 +24,8 @@ class Counts:
     included). gap [N, T]: row maximum minus the next distinct score; inf where there is none.
     closest: (sequence, row, maximum, next score) of the smallest gap, or None.
     ones int32 [N, T]: entries with P_bar = 1. cause int64 [N, T]: index into `delta.CAUSES`.
-    sink: (sequence, key, share of rows whose maximum is this key). one_sided: share of features of
-    V in which at least 9 of 10 values have one sign. nonfinite: rows whose O is not finite.
+    sink: (sequence, key, share of rows whose maximum is this key). positive_share [Dv]: of the
+    values of each feature of V (and negative_share). nonfinite: rows whose O is not finite.
     max_score: largest |S|.
     """
 
@@ -38,7 +38,8 @@ class Counts:
     ones: Tensor
     cause: Tensor
     sink: tuple[int, int, float]
-    one_sided: float
+    positive_share: Tensor
+    negative_share: Tensor
     nonfinite: int
     max_score: float
 
@@ -53,6 +54,12 @@ class Counts:
     @property
     def absorbing_rows(self) -> int:
         return int((self.cause == CAUSES.index("absorbing")).sum())
+
+    @property
+    def one_sided(self) -> float:
+        """Share of features of V in which at least 9 of 10 values have one sign."""
+        most = torch.maximum(self.positive_share, self.negative_share)
+        return float((most >= 0.9).double().mean())
 
     def tied_rows_by_sign(self) -> dict[str, int]:
         """Tied rows by the sign of their maximum: SFA treats the three differently."""
@@ -99,7 +106,8 @@ def counts(
         ones=result.ones.squeeze(1),
         cause=cause,
         sink=_sink(leader, S.shape[-1]),
-        one_sided=_one_sided(head),
+        positive_share=(head.v > 0).double().mean((0, 1)),
+        negative_share=(head.v < 0).double().mean((0, 1)),
         nonfinite=int((~torch.isfinite(result.out.squeeze(1))).any(-1).sum()),
         max_score=float(S.masked_fill(S == -math.inf, 0.0).abs().max()),
     )
@@ -121,9 +129,3 @@ def _sink(leader: Tensor, keys: int) -> tuple[int, int, float]:
     best = int(votes.argmax())
     sequence, key = divmod(best, keys)
     return sequence, key, float(votes[sequence, key]) / leader.shape[1]
-
-
-def _one_sided(head: Head) -> float:
-    positive = (head.v > 0).double().mean((0, 1))
-    negative = (head.v < 0).double().mean((0, 1))
-    return float((torch.maximum(positive, negative) >= 0.9).double().mean())

@@ -89,8 +89,9 @@ class DeltaMeasurement:
     rms of delta_hp. cause int64 [N, T]: index into CAUSES. causes, twin_sites: parts that add up
     to sum e. sites: each site alone and all but one; {} unless asked for, with `all_sites` the
     effect of all together.
-    contribution [N, T, Dv]: dO * (O_lp - O_hp), its sum over features is e (paper Fig. 5b, c).
-    feature_total [Dv]: its sum over rows. feature_output_error, feature_dO [Dv]: means over rows.
+    output [N, T, Dv]: O_hp; output_error: O_lp - O_hp; contribution: dO * (O_lp - O_hp), whose sum
+    over features is e (paper Fig. 5b, c). feature_total [Dv]: its sum over rows.
+    feature_output_error, feature_dO [Dv]: means over rows.
     absorbing_elements: share of (row, feature) pairs of untied rows whose tail is lost.
     """
 
@@ -106,6 +107,8 @@ class DeltaMeasurement:
     twin_sites: dict[str, Part]
     sites: dict[str, SiteEffect]
     all_sites: SignedMean | None
+    output: Tensor
+    output_error: Tensor
     contribution: Tensor
     feature_total: Tensor
     feature_output_error: Tensor
@@ -166,6 +169,8 @@ def delta_error(
         twin_sites=_twin_sites(head, setting, result, weight, O_lp, O_hp, finite, labels),
         sites=effects,
         all_sites=together,
+        output=O_hp,
+        output_error=O_lp - O_hp,
         contribution=contribution,
         feature_total=clean.sum((0, 1)),
         feature_output_error=(O_lp - O_hp)[finite].sum(0) / count,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..formats import FORMATS
+from ..formats import BF16, FORMATS, FloatFormat
+from ..numerics import Site
 from ..rounding import round_to
 
 NAMES = ("q", "k", "v", "dO", "X", "W_Q")
@@ -185,6 +186,10 @@ def _shaped(x: Tensor, name: str) -> Tensor:
 def _check_shapes(head: Head) -> None:
     n, t, d = head.q.shape
     tk, dv = head.k.shape[1], head.v.shape[2]
+    if 0 in (n, t, d, tk, dv):
+        raise ValueError(
+            f"nothing to examine: q is {tuple(head.q.shape)}, v is {tuple(head.v.shape)}"
+        )
     want = {"k": (n, tk, d), "v": (n, tk, dv), "dO": (n, t, dv)}
     for name, shape in want.items():
         x = getattr(head, name)
@@ -206,7 +211,25 @@ def _check_shapes(head: Head) -> None:
             )
 
 
-def describe(head: Head) -> dict[str, str]:
-    """Shape and grid of every tensor given, for a report."""
-    given = [f.name for f in fields(head) if getattr(head, f.name) is not None]
-    return {name: f"{tuple(getattr(head, name).shape)} {head.grid(name)}" for name in given}
+def offset_values(head: Head, amount: float = -1.0, fmt: FloatFormat = BF16) -> Head:
+    """The head with V + amount * c, c the mean of each feature of V over all its keys.
+
+    In exact arithmetic O moves by amount * c, dP and delta by the same dO . c, and dS not at all.
+    amount = -1 balances V's signs; +1 is its sham, as large a change that makes V more one-sided.
+    V is rounded to `fmt` again, and an ulp of O changes with its size: compare errors in ulps.
+    """
+    mean = head.v.mean((0, 1), keepdim=True)
+    return replace(head, v=round_to(head.v + amount * mean, fmt))
+
+
+def describe(head: Head, site: Site) -> dict[str, str]:
+    """Shape and grid of every tensor given, and whether the `inputs` site rounds it first."""
+    told = {}
+    for field in fields(head):
+        x = getattr(head, field.name)
+        if x is None:
+            continue
+        told[field.name] = f"{tuple(x.shape)} {head.grid(field.name)}"
+        if field.name in ("q", "k", "v", "dO") and not torch.equal(round_to(x, site.format), x):
+            told[field.name] += f", rounded to {site.format} first"
+    return told

@@ -159,7 +159,7 @@ def report(
         missing.append("the angle with W_Q's leading singular pair: W_Q was not given")
     found, ruled_out = _judge(head, counted, delta, weights, alike)
     return Report(
-        head=describe(head),
+        head=describe(head, numerics.inputs),
         numerics=str(numerics),
         causal=causal,
         counts=counted,

@@ -1,23 +1,24 @@
 """kernels.forensics.bias: the laws against closed forms, enumeration and simulation."""
 
+import itertools
+
 import pytest
 import torch
 
-from kernels import BF16, E4M3, E5M2, FP16, round_to, ulp
+from kernels import BF16, E4M3, E5M2, FP16, FP32, round_to, ulp
 from kernels.forensics import bias_law, rounding_bias, signed_mean, simulate_bias
 from kernels.rounding import ROUNDINGS
 
-FORMATS = [BF16, FP16, E4M3, E5M2, BF16.cut(4), BF16.cut(2)]
+FORMATS = [BF16, FP16, FP32, E4M3, E5M2, BF16.cut(4), BF16.cut(2)]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("mode", ROUNDINGS)
-@pytest.mark.parametrize("tied", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("tail", [0.0, 0.1, 0.5, 0.7])
-def test_law_agrees_with_simulation(fmt, mode, tied, tail):
-    law = bias_law(tied, tail, fmt=fmt, mode=mode)
-    seen = simulate_bias(tied, tail, fmt=fmt, mode=mode, draws=20_000)
-    assert abs(law.expected_ulp - seen.mean) < 5 * seen.stderr + 1e-9
+def test_law_agrees_with_simulation(fmt, mode):
+    for tied, tail in itertools.product([1, 2, 3, 4, 8], [0.0, 0.1, 0.5, 0.7]):
+        law = bias_law(tied, tail, fmt=fmt, mode=mode)
+        seen = simulate_bias(tied, tail, fmt=fmt, mode=mode, draws=20_000)
+        assert abs(law.expected_ulp - seen.mean) < 5 * seen.stderr + 1e-9, (tied, tail)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -51,7 +52,7 @@ def test_absorption_loses_exactly_the_tail(tail):
 
 
 def test_an_evenly_spread_tail_has_no_bias():
-    tails = (torch.arange(1000) + 0.5) / 1000 * 4
+    tails = (torch.arange(200) + 0.5) / 200 * 4
     assert abs(bias_law(2, tails).expected_ulp) < 1e-5
 
 
@@ -141,6 +142,7 @@ def test_meter_tells_truncation_from_nearest():
         (dict(fmt="fp16", value_format="bf16"), "coarser"),
         (dict(value_format="fp32"), "fp32.14"),
         (dict(tied=300, fmt="e4m3"), "overflow"),
+        (dict(fmt="fp64"), "yardstick is float64"),
     ],
 )
 def test_bad_arguments_are_told_in_one_sentence(arguments, words):

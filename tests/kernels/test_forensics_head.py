@@ -19,6 +19,8 @@ from kernels.forensics import (
 )
 from kernels.forensics.delta import CAUSES
 from kernels.formats import BF16
+from kernels.oracle import attention_forward
+from kernels.rounding import ulp
 
 NUMERICS = [
     "paper",
@@ -130,6 +132,8 @@ def test_delta_error_is_the_emulators_difference_and_its_splits_add_up(text):
         assert sum(p.share for p in split.values()) == pytest.approx(1.0)
     assert float(got.feature_total.sum()) == pytest.approx(total, abs=1e-9)
     assert sum(p.rows for p in got.causes.values()) == got.mean.n == 66 - got.nonfinite_rows
+    product = dO.squeeze(1).double() * got.output_error
+    torch.testing.assert_close(product, got.contribution, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(got.cause == CAUSES.index("tied"), r_ties(parts, text) > 1)
 
 
@@ -195,6 +199,24 @@ def test_delta_needs_an_output_to_read():
     parts = random_head()
     with pytest.raises(ValueError, match="needs dO"):
         delta_error(parts["q"], parts["k"], parts["v"])
+
+
+def test_balancing_V_removes_the_bias_and_its_sham_does_not():
+    """The error of tied rows with a tail, in ulps of O, in three versions of one function."""
+    head = sink_head(tied=2, n=100)
+    oracle = attention_forward(*(x.unsqueeze(1) for x in (head.q, head.k, head.v)), causal=False)
+    seen = {}
+    for name, amount in (("plain", 0.0), ("balanced", -1.0), ("sham", 1.0)):
+        moved = offset_values(head, amount)
+        got = delta_error(moved, numerics="paper,output=fp32", causal=False, sites=False)
+        ulps = (got.output_error / ulp(got.output, BF16)).mean(-1)
+        seen[name] = clustered_mean(ulps, torch.arange(100)[:, None].expand(100, 4))
+        shift = amount * head.v.double().mean((0, 1))
+        assert torch.allclose(got.output, oracle[0].squeeze(1) + shift, atol=0.04)
+    assert counts(offset_values(head), causal=False).one_sided == 0.0
+    for name in ("plain", "sham"):
+        assert seen[name].z < -8
+    assert abs(seen["balanced"].z) < 4 and abs(seen["balanced"].mean) < -seen["plain"].mean / 5
 
 
 # -- the weight gradient --------------------------------------------------------------------------
@@ -301,4 +323,5 @@ def test_near_ties_count_only_within_the_tolerance():
 def test_sink_and_one_sided_features():
     got = counts(sink_head(tied=1, n=1), causal=False)
     assert got.sink == (0, 0, 1.0) and got.one_sided == 1.0 and got.absorbing_rows == 4
-    assert counts(as_head(random_head(t=64))).one_sided == 0.0
+    mixed = counts(as_head(random_head(t=64)))
+    assert mixed.one_sided == 0.0 and mixed.positive_share.shape == (8,)

@@ -7,6 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kernels import BF16, round_to
@@ -66,6 +68,7 @@ def test_one_head_of_a_batch_is_picked_by_index():
         (dict(W_Q=torch.ones(12, 8)), "q = X W_Q"),
         (dict(q=torch.full((24, 8), float("nan"))), "q has 192 of 192 values that are NaN"),
         (dict(q=torch.ones(24)), r"not \[T, D\]"),
+        (dict(q=torch.ones(0, 8), dO=None, X=None), "nothing to examine"),
         (dict(q="text"), "not an array of numbers"),
     ],
 )
@@ -137,6 +140,39 @@ def test_biased_and_unbiased_heads_are_told_apart():
     assert any("absorbing rows" in line for line in biased.found)
     plain = report(tensors(t=64))
     assert any(line.startswith("a mean error of delta beyond") for line in plain.ruled_out)
+
+
+def test_inputs_that_the_numerics_round_first_are_named():
+    x = tensors()
+    x["q"] = x["q"] + 2.0**-12
+    told = report(x).head
+    assert told["q"].endswith("fp32, rounded to bf16 first") and told["k"].endswith("bf16")
+    assert report(x, numerics="exact").head["q"].endswith("fp32")
+
+
+@given(
+    t=st.integers(1, 9),
+    tk=st.integers(1, 9),
+    d=st.integers(1, 5),
+    size=st.sampled_from([0.0, 1e-30, 1.0, 30.0, 1e20]),
+    text=st.sampled_from(
+        ["paper", "flash,tile=3", "authors,tile=4", "stabilized", "guarded", "exact"]
+        + ["paper,output=bf16:stochastic", "paper,scores=e5m2:stochastic", "paper,matched_bits=2"]
+        + ["paper,delta_error=mirror", "paper,delta_output=fp32", "paper,compute=fp64"]
+    ),
+    causal=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_finite_head_gets_a_report(t, tk, d, size, text, causal):
+    g = torch.Generator().manual_seed(t + 10 * tk + 100 * d)
+
+    def draw(*shape):
+        return round_to(torch.randn(*shape, generator=g) * size, BF16)
+
+    head = as_head(draw(t, d), draw(tk, d), draw(tk, 3), draw(t, 3), draw(t, 4), draw(d, 4))
+    told = report(head, numerics=text, causal=causal)
+    assert json.loads(told.to_json())["counted"]["rows"] == t
+    assert told.text.startswith("Head")
 
 
 def test_nonfinite_output_is_found_and_the_rest_still_reported():
