@@ -216,7 +216,8 @@ def offset_values(head: Head, amount: float = -1.0, fmt: FloatFormat = BF16) -> 
 
     In exact arithmetic O moves by amount * c, dP and delta by the same dO . c, and dS not at all.
     amount = -1 balances V's signs; +1 is its sham, as large a change that makes V more one-sided.
-    V is rounded to `fmt` again, and an ulp of O changes with its size: compare errors in ulps.
+    V is rounded to `fmt` again, and an ulp of O changes with its size: compare errors in ulps. One
+    offset gives the values of a feature common last bits, so a small bias can remain.
     """
     mean = head.v.mean((0, 1), keepdim=True)
     return replace(head, v=round_to(head.v + amount * mean, fmt))

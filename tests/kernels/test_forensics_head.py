@@ -11,8 +11,10 @@ from kernels import FP32, attention, emulated, parse_numerics, round_to
 from kernels.forensics import (
     as_head,
     bias_law,
+    clustered_mean,
     counts,
     delta_error,
+    offset_values,
     pieces,
     rounding_trace,
     weight_gradient_error,
@@ -216,7 +218,8 @@ def test_balancing_V_removes_the_bias_and_its_sham_does_not():
     assert counts(offset_values(head), causal=False).one_sided == 0.0
     for name in ("plain", "sham"):
         assert seen[name].z < -8
-    assert abs(seen["balanced"].z) < 4 and abs(seen["balanced"].mean) < -seen["plain"].mean / 5
+    # not exactly 0: one offset gives all values of a feature the same last bits
+    assert abs(seen["balanced"].mean) < abs(seen["plain"].mean) / 8
 
 
 # -- the weight gradient --------------------------------------------------------------------------
