@@ -61,6 +61,7 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome) -> dict:
         "nonfinite_step": outcome.nonfinite_step,
         "onset_step": outcome.onset_step,
         "onset": outcome.to_dict()["onset"],
+        "outcome": outcome.to_dict(),
         "train_loss": outcome.train_loss,
         "held_out_loss": outcome.held_out_loss,
         "best_held_out_loss": outcome.best_held_out_loss,

@@ -1,0 +1,114 @@
+"""Words and points of chapter 1, made from records of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from IPython.display import Markdown
+
+from gpt2.runs import Run
+
+from .evidence import Archive
+from .experiments import Experiment
+from .tables import number, step_text
+
+FAILED = ("diverged", "nonfinite")
+
+
+def named_runs(experiment: Experiment, runs: Mapping, seed: int) -> dict[str, Run]:
+    """Label -> run of one seed, in the experiment's order."""
+    return {a.label: runs[a.name, seed] for a in experiment.arms if (a.name, seed) in runs}
+
+
+def outcome_sentences(rows: Sequence[Mapping]) -> str:
+    """'low precision: diverged at 2,038; ...' for descriptions of figures."""
+    several = len({row["seed"] for row in rows}) > 1
+    told = []
+    for row in rows:
+        seed = f" (seed {row['seed']})" if several else ""
+        told.append(f"{row['label']}{seed}: {step_text(row)}")
+    return "; ".join(told) + "."
+
+
+def dial_points(rows: Sequence[Mapping]) -> list[dict]:
+    """Records of the dial runs as `book.figures.dose_response` takes them."""
+    return [
+        {
+            "arm": row["label"].partition(",")[0],
+            "bits": int("".join(c for c in row["arm"] if c.isdigit())),
+            "step": row["diverged_step"] or row["nonfinite_step"] or row["steps"],
+            "failed": row["kind"] in FAILED,
+        }
+        for row in rows
+    ]
+
+
+def what_you_saw(
+    rows: Sequence[Mapping],
+    dial_rows: Sequence[Mapping],
+    kept: Archive | None,
+    kept_dials: Archive | None,
+) -> Markdown:
+    """The chapter's findings as a list, every number from a record."""
+    told = [f"{row['label'].capitalize()}: {step_text(row)}{_loss(row)}." for row in rows]
+    low = next((row for row in rows if row["arm"] == "low"), None)
+    controls = [row for row in rows if row["arm"] != "low"]
+    if low is not None and low["kind"] in FAILED:
+        held = [row for row in controls if row["kind"] not in FAILED]
+        told.append(
+            f"{len(held)} of {len(controls)} controls outlived it. The first differs from it in "
+            "nothing but the $O$ that $\\delta$ reads."
+            if held
+            else "Both controls failed as well, so this run shows no effect of precision."
+        )
+    elif low is not None:
+        told.append("The low-precision run did not fail here, so there is nothing to explain yet.")
+    if low is not None and low["onset"]:
+        onset = low["onset"]
+        told.append(
+            f"Its first sign was the {_signal(onset['signal'])} of layer {onset['layer']}, head "
+            f"{onset['head']} at step {onset['step']:,} ({number(onset['value'], 2)} against at "
+            f"most {number(onset['twin_maximum'], 2)} in the fp32 run)."
+        )
+    told += _dial_findings(dial_rows, "live")
+    if kept is not None:
+        told.append(_archive_finding(kept))
+    if kept_dials is not None:
+        told += _dial_findings(kept_dials.rows, "archive")
+    return Markdown("\n".join(f"- {sentence}" for sentence in told))
+
+
+def _loss(row: Mapping) -> str:
+    loss = row["held_out_loss"]
+    return "" if loss is None else f", last held-out loss {number(loss)} nats"
+
+
+def _signal(name: str) -> str:
+    return {"tie_rate": "tie rate", "spectral_norm_q": "spectral norm of $W_Q$"}[name]
+
+
+def _dial_findings(rows: Sequence[Mapping], source: str) -> list[str]:
+    points = dial_points(rows)
+    told = []
+    for dial in dict.fromkeys(p["arm"] for p in points):
+        parts = []
+        for bits in sorted({p["bits"] for p in points if p["arm"] == dial}):
+            mine = [p for p in points if p["arm"] == dial and p["bits"] == bits]
+            failed = sorted(p["step"] for p in mine if p["failed"])
+            steps = f" (steps {failed[0]:,} to {failed[-1]:,})" if len(failed) > 1 else ""
+            steps = f" (step {failed[0]:,})" if len(failed) == 1 else steps
+            longest = max(p["step"] for p in mine)
+            alive = "" if failed else f" within {longest:,} steps"
+            word = "bit" if bits == 1 else "bits"
+            parts.append(f"{bits} {word}: {len(failed)} of {len(mine)} failed{steps}{alive}")
+        told.append(f"{dial.capitalize()} ({source}): " + "; ".join(parts) + ".")
+    return told
+
+
+def _archive_finding(kept: Archive) -> str:
+    parts = []
+    for name in dict.fromkeys(row["arm"] for row in kept.rows):
+        mine = kept.arm(name)
+        failed = sum(row["kind"] in FAILED for row in mine)
+        parts.append(f"{mine[0]['label']} failed in {failed} of {len(mine)}")
+    return f"Over the archived seeds: {', '.join(parts)} runs."

@@ -1,0 +1,98 @@
+"""Tables of the book: numerics side by side, outcomes of runs, summaries of arms.
+
+Everything is Markdown made from values that code or runs hold; nothing is typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from IPython.display import Markdown
+
+from gpt2.outcomes import VERDICT_RUNS
+from kernels.numerics import Numerics, parse_numerics
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
+    """A Markdown table; bars inside cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return Markdown(
+        "\n".join(
+            "| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines
+        )
+    )
+
+
+def numerics_differences(arms: Mapping[str, str | Numerics]) -> Markdown:
+    """The fields in which some of the arms differ, one row a field, one column an arm."""
+    parsed = {name: parse_numerics(text) for name, text in arms.items()}
+    rows = []
+    for field in fields(Numerics):
+        values = [_told(getattr(n, field.name)) for n in parsed.values()]
+        if field.name != "name" and len(set(values)) > 1:
+            rows.append([f"`{field.name}`", *values])
+    return markdown_table(["site or choice", *parsed], rows)
+
+
+def _told(value) -> str:
+    if value is None:
+        return "as stored"
+    if hasattr(value, "kind"):
+        return str(value.kind)
+    return str(value)
+
+
+def step_text(row: Mapping) -> str:
+    """'diverged at 2,038' or 'healthy to 3,500', from a record of book.evidence."""
+    step = row["diverged_step"] or row["nonfinite_step"]
+    if step is not None:
+        return f"{row['kind']} at {step:,}"
+    if row["kind"] == "onset":
+        return f"onset at {row['onset_step']:,}, no divergence to {row['steps']:,}"
+    return f"{row['kind']} to {row['steps']:,}"
+
+
+def outcome_table(rows: Sequence[Mapping]) -> Markdown:
+    """One line per run: what happened by the declared rules, and the last held-out loss."""
+    lines = []
+    for row in rows:
+        onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
+        lines.append(
+            [
+                row["label"],
+                row["seed"],
+                step_text(row),
+                onset,
+                number(row["held_out_loss"]),
+                number(row["worst_norm"], 1),
+                number(row["worst_tie_rate"]),
+            ]
+        )
+    header = ["arm", "seed", "outcome", "onset", "held-out loss", "largest norm", "largest ties"]
+    return markdown_table(header, lines)
+
+
+def arm_table(rows: Sequence[Mapping]) -> Markdown:
+    """One line per arm over its seeds: how many failed and when, and held-out losses of the rest.
+
+    "verdict" from VERDICT_RUNS runs on, "observed" with fewer.
+    """
+    lines = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == name]
+        failed = [row for row in mine if row["kind"] in ("diverged", "nonfinite")]
+        steps = sorted(row["diverged_step"] or row["nonfinite_step"] for row in failed)
+        spread = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        losses = [row["held_out_loss"] for row in mine if row not in failed]
+        losses = [x for x in losses if x is not None]
+        mean = number(sum(losses) / len(losses)) if losses else "none"
+        label = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
+        ran = f"{min(r['steps'] for r in mine):,}"
+        lines.append([mine[0]["label"], f"{len(failed)} of {len(mine)}", spread, ran, mean, label])
+    header = ["arm", "failed", "at steps", "shortest run", "held-out loss of the rest", "standing"]
+    return markdown_table(header, lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "none" if value is None else f"{value:,.{digits}f}"
