@@ -58,7 +58,7 @@ _GPT2 = dict(
 )
 
 PRESETS: dict[str, RunConfig] = {
-    "cpu": RunConfig(),
+    "cpu": RunConfig(device="cpu"),
     "mini": RunConfig(
         preset="mini",
         n_layer=6,
