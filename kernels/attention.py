@@ -10,22 +10,21 @@ cast to v's. The output has that dtype; each gradient comes back in its own inpu
 """
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import emulated
+from .backends import backend_module, repeat_heads, resolve_backend, sdpa
 from .formats import FP64
-from .numerics import Numerics, exact, flash, parse_numerics
+from .numerics import Numerics, flash, parse_numerics
 from .result import ForwardResult
 
-BACKENDS = ("auto", "emulated", "triton", "sdpa")
+__all__ = ["Probe", "attention", "resolve_backend"]
+
 _FLASH = flash()
 
 
@@ -82,7 +81,7 @@ def attention(
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     text = _as_text(numerics, q.shape[1])
     if backend == "sdpa":
-        return _sdpa(q, k, v, text, causal, scale, mask, probe)
+        return sdpa(q, k, v, text, causal, scale, mask, probe)
     if not isinstance(seed, Tensor):
         seed = torch.tensor(seed, dtype=torch.int64)
     results = torch.ops.bit_by_bit.attention_forward(
@@ -136,98 +135,6 @@ def _fill(probe: Probe, results) -> None:
     probe.m, probe.l, probe.out_fp32 = (x.detach() for x in results[5:])
 
 
-# -- which backend --------------------------------------------------------------------------------
-
-
-def resolve_backend(
-    numerics: Numerics | str,
-    device: torch.device | str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    head_dim: int = 64,
-    mask: Tensor | bool | None = None,
-    backend: str = "auto",
-) -> tuple[str, str]:
-    """('emulated' | 'triton' | 'sdpa', the reason in one sentence).
-
-    'auto' takes triton on a CUDA device when it supports these numerics, else emulated; it never
-    takes sdpa. Raises ValueError when the backend asked for cannot honour them, saying why.
-    """
-    has_mask = mask is not None and mask is not False
-    return _resolve(
-        parse_numerics(numerics), torch.device(device), dtype, head_dim, has_mask, backend
-    )
-
-
-@lru_cache(maxsize=256)
-def _resolve(n: Numerics, device, dtype, head_dim, has_mask, backend) -> tuple[str, str]:
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
-    asked = dict(device=device, dtype=dtype, head_dim=head_dim, mask=True if has_mask else None)
-    refusals = {"emulated": emulated.supports, "triton": _triton_supports, "sdpa": _sdpa_supports}
-    if backend != "auto":
-        why = refusals[backend](n, **asked)
-        if why:
-            raise ValueError(f"backend {backend!r} cannot run numerics {n.name!r}: {why}")
-        return backend, "it was asked for"
-    if device.type != "cuda":
-        reason = f"triton needs a CUDA device and this is {device.type}"
-    else:
-        reason = _triton_supports(n, **asked)
-        if reason is None:
-            return "triton", "a CUDA device, and triton honours these numerics"
-    why = emulated.supports(n, **asked)
-    if why:
-        raise ValueError(f"no backend can run numerics {n.name!r}: {why}")
-    return "emulated", reason
-
-
-def _triton_supports(numerics: Numerics, **asked) -> str | None:
-    try:
-        module = importlib.import_module(".triton_attention", __package__)
-    except ImportError as error:
-        return f"the Triton kernels cannot be imported ({error})"
-    return module.supports(numerics, **asked)
-
-
-def _sdpa_supports(numerics: Numerics, *, dtype, **_) -> str | None:
-    """PyTorch's attention has an arithmetic of its own; it stands in for exact and flash only."""
-    if numerics == exact() or (numerics == exact(FP64) and dtype == torch.float64):
-        return None
-    if numerics == flash(numerics.tile) and dtype in (torch.bfloat16, torch.float32):
-        return None
-    return "PyTorch's own attention takes no rounding sites; it stands for exact() or flash() only"
-
-
-def _sdpa(q, k, v, text, causal, scale, mask, probe) -> Tensor:
-    """F.scaled_dot_product_attention as the outside witness; flash casts its inputs to bf16."""
-    if probe is not None:
-        raise ValueError("backend 'sdpa' fills no probe; use backend='emulated'")
-    if "\n" in text:
-        raise ValueError("backend 'sdpa' has one arithmetic for all heads; use backend='emulated'")
-    n = parse_numerics(text)
-    resolve_backend(n, q.device, dtype=v.dtype, head_dim=q.shape[-1], backend="sdpa")
-    dtype = v.dtype
-    if n.inputs.format.torch_dtype == torch.bfloat16:
-        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    if mask is not None and causal:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
-    group = q.shape[1] // max(k.shape[1], 1)
-    with torch.autocast(q.device.type, enabled=False):
-        out = F.scaled_dot_product_attention(
-            q,
-            _repeat(k, group),
-            _repeat(v, group),
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=scale,
-        )
-    return out.to(dtype)
-
-
 # -- the operators --------------------------------------------------------------------------------
 
 
@@ -265,19 +172,6 @@ def _wants_delta_output(groups) -> bool:
         n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None)
         for n, _ in groups
     )
-
-
-def _module(numerics: Numerics, q: Tensor, mask: Tensor | None, backend: str):
-    name, _ = _resolve(numerics, q.device, q.dtype, q.shape[-1], mask is not None, backend)
-    return (
-        emulated
-        if name == "emulated"
-        else importlib.import_module(f".{name}_attention", __package__)
-    )
-
-
-def _repeat(x: Tensor, group: int) -> Tensor:
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _pick(x: Tensor | None, heads: tuple[int, ...] | None) -> Tensor | None:
@@ -338,9 +232,9 @@ def _forward_op(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
             x.fill_(fill)
         return tuple(results)
     ratio = q.shape[1] // k.shape[1]
-    k, v = _repeat(k, ratio), _repeat(v, ratio)
+    k, v = repeat_heads(k, ratio), repeat_heads(v, ratio)
     for n, heads in groups:
-        result: ForwardResult = _module(n, q, mask, backend).forward(
+        result: ForwardResult = backend_module(n, q, mask, backend).forward(
             *(_pick(x, heads) for x in (q, k, v)),
             numerics=n,
             causal=causal,
@@ -374,13 +268,13 @@ def _backward_op(
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return tuple(grads)
     ratio, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
-    k, v = _repeat(k, ratio), _repeat(v, ratio)
+    k, v = repeat_heads(k, ratio), repeat_heads(v, ratio)
     groups = _parse(numerics, q.shape[1])
     delta_output = delta_output if _wants_delta_output(groups) else None
     wide = None
     for n, heads in groups:
         own = _wants_delta_output(((n, heads),))
-        parts = _module(n, q, mask, backend).backward(
+        parts = backend_module(n, q, mask, backend).backward(
             *(_pick(x, heads) for x in (dout, q, k, v, out, lse)),
             _pick(delta_output, heads) if own else None,
             numerics=n,

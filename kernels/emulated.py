@@ -19,18 +19,16 @@ Rules that the other backends follow too:
 
 from __future__ import annotations
 
-import hashlib
 import math
-from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .formats import FP32, FP64
-from .numerics import Numerics, Site, Softmax
+from .formats import FP64
+from .numerics import Numerics, Softmax
 from .result import ForwardResult
-from .rounding import round_to
+from .sites import Rounder, exp_in_place, plain_arithmetic, rounds_at, scaled_product
 
 
 def supports(
@@ -42,63 +40,6 @@ def supports(
     if dtype == torch.float64 and numerics.compute != FP64:
         return "float64 inputs need compute=fp64, such as exact('fp64') or .at(compute='fp64')"
     return None
-
-
-_LOWEST = -87.25
-_TINY = torch.tensor(_LOWEST).exp().item() * 1.000001
-
-
-class _Rounder:
-    """Puts tensors on the grids of a Numerics; one random generator per (seed, name)."""
-
-    def __init__(self, numerics: Numerics, seed: int, device: torch.device):
-        self.numerics, self.seed, self.device = numerics, seed, device
-        self.generators: dict[str, torch.Generator] = {}
-
-    def generator(self, name: str, seed: int | None = None) -> torch.Generator:
-        if name not in self.generators:
-            text = f"{self.seed if seed is None else seed}:{name}"
-            number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-            self.generators[name] = torch.Generator(self.device).manual_seed(number)
-        return self.generators[name]
-
-    def to_site(self, x: Tensor, site: Site, name: str) -> Tensor:
-        if not _rounds(site):
-            return x
-        generator = self.generator(name) if site.rounding == "stochastic" else None
-        return round_to(x, site.format, site.rounding, generator=generator)
-
-    def __call__(self, x: Tensor, name: str) -> Tensor:
-        return self.to_site(x, getattr(self.numerics, name), name)
-
-    def input(self, x: Tensor, name: str) -> Tensor:
-        """[B, H, T, D] of any dtype and strides to the carrier and the grid, as [B H, T, D]."""
-        site = self.numerics.inputs
-        wide = x.reshape(-1, *x.shape[2:]).to(_carrier(self.numerics))
-        return wide if site.format.torch_dtype == x.dtype else self.to_site(wide, site, name)
-
-
-def _rounds(site: Site) -> bool:
-    """Whether a site does anything: fp32 (or wider) means the carrier, also when that is fp64."""
-    return site.format.fraction_bits < FP32.fraction_bits or site.format.exponent_bits < 8
-
-
-def _carrier(numerics: Numerics) -> torch.dtype:
-    return torch.float64 if numerics.compute == FP64 else torch.float32
-
-
-@contextmanager
-def _plain_arithmetic(device_type: str):
-    """No autocast and no TF32 or bf16 matrix products inside, whatever the caller has set."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device_type, enabled=False):
-            yield
-    finally:
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)
 
 
 # -- scores and masks -----------------------------------------------------------------------------
@@ -125,7 +66,7 @@ def _mask_parts(mask: Tensor, shape: tuple, dtype: torch.dtype) -> tuple[Tensor 
     return bias, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
-def _scores(r: _Rounder, q: Tensor, k: Tensor, causal: bool, scale: float, mask) -> Tensor:
+def _scores(r: Rounder, q: Tensor, k: Tensor, causal: bool, scale: float, mask) -> Tensor:
     """S on its grid with -inf at hidden keys: [N, Tq, Tk] in the carrier. A fresh tensor."""
     shape, bias, fences = (q.shape[1], k.shape[1]), None, []
     if mask is not None:
@@ -133,34 +74,16 @@ def _scores(r: _Rounder, q: Tensor, k: Tensor, causal: bool, scale: float, mask)
         fences.append(fence)
     if causal:
         fences.append(_causal_fence(*shape, q.dtype, q.device))
-    if not _rounds(r.numerics.scores):
+    if not rounds_at(r.numerics.scores):
         # nothing to round: bias and fence ride along in the product
         addend = sum(fences[1:], fences[0]) if fences else None
         if bias is not None:
             addend = addend + bias
-        return _scaled(q, k.mT, scale, addend)
-    S = r(_scaled(q, k.mT, scale, bias), "scores")
+        return scaled_product(q, k.mT, scale, addend)
+    S = r(scaled_product(q, k.mT, scale, bias), "scores")
     for fence in fences:
         S = S.add_(fence)
     return S
-
-
-def _scaled(a: Tensor, b: Tensor, alpha: float, addend: Tensor | None = None) -> Tensor:
-    """alpha a b (+ addend), batched; one call."""
-    if addend is None:
-        return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=alpha)
-    return torch.baddbmm(addend, a, b, alpha=alpha)
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """exp in place. In fp32 whatever is not above exp(-87.25) = 1.3e-38 becomes 0.
-
-    Below lie fp32's subnormals, which GPU exponentials flush too; on a CPU both they and -inf, the
-    hidden keys, cost 15 times as much as an ordinary exponent.
-    """
-    if x.dtype == torch.float64:
-        return x.exp_()
-    return torch.threshold_(x.clamp_(min=_LOWEST).exp_(), _TINY, 0.0)
 
 
 # -- the reference of softmax ---------------------------------------------------------------------
@@ -181,7 +104,7 @@ def _reference(policy: Softmax, S: Tensor, row_max: Tensor) -> Tensor:
     return torch.where(repeated, moved, row_max)
 
 
-def _row_reference(r: _Rounder, S: Tensor, row_max: Tensor) -> Tensor:
+def _row_reference(r: Rounder, S: Tensor, row_max: Tensor) -> Tensor:
     """The one reference of each row; a policy decided per tile takes the largest of its tiles'."""
     n, Tk = r.numerics, S.shape[-1]
     policy = n.softmax
@@ -200,10 +123,10 @@ def _below_one(numerics: Numerics) -> float:
     return 1.0 - 2.0 ** -(bits + 1)
 
 
-def _probabilities(r: _Rounder, S: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+def _probabilities(r: Rounder, S: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     """P_bar = exp(S - m), rounded, and its row sum [N, Tq, 1]. Overwrites S."""
     n = r.numerics
-    P_bar = _exp_(S.sub_(m))
+    P_bar = exp_in_place(S.sub_(m))
     if n.softmax.kind == "clamped":
         P_bar.clamp_(max=_below_one(n))
     rounded = r(P_bar, "probabilities")
@@ -234,8 +157,8 @@ def forward(
     filled only when the backward needs it.
     """
     n = numerics
-    with torch.no_grad(), _plain_arithmetic(q.device.type):
-        r = _Rounder(n, seed, q.device)
+    with torch.no_grad(), plain_arithmetic(q.device.type):
+        r = Rounder(n, seed, q.device)
         rows, shape = q.shape[:3], (*q.shape[:3], k.shape[2])
         q, k, v = r.input(q, "inputs.q"), r.input(k, "inputs.k"), r.input(v, "inputs.v")
         parts = None if mask is None else _mask_parts(mask, shape, q.dtype)
@@ -261,7 +184,7 @@ def _count(where: Tensor, unseen: Tensor | None) -> Tensor:
     return counted if unseen is None else counted.masked_fill_(unseen.squeeze(-1), 0)
 
 
-def _whole(r: _Rounder, S, row_max, v, unseen, probe):
+def _whole(r: Rounder, S, row_max, v, unseen, probe):
     """All keys at once against one reference per row."""
     m = _row_reference(r, S, row_max)
     used = m if unseen is None else m.masked_fill(unseen, 0.0)
@@ -272,7 +195,7 @@ def _whole(r: _Rounder, S, row_max, v, unseen, probe):
     return m, l, r(O_hp, "unnormalized"), O_hp, ones
 
 
-def _tiled(r: _Rounder, S, row_max, v, unseen, probe):
+def _tiled(r: Rounder, S, row_max, v, unseen, probe):
     """Key tile by key tile: a running reference, or a running sum against the final one."""
     n = r.numerics
     running = n.reference == "running"
@@ -309,20 +232,20 @@ def _tiled(r: _Rounder, S, row_max, v, unseen, probe):
     return m, l, O_bar, O_hp, ones
 
 
-def _finish(r: _Rounder, rows, m, l, O_bar, O_hp, unseen, probe) -> ForwardResult:
+def _finish(r: Rounder, rows, m, l, O_bar, O_hp, unseen, probe) -> ForwardResult:
     n = r.numerics
     divisor = l if unseen is None else l.masked_fill(unseen, 1.0)
     lse = r(m + l.log(), "lse")
     hp = delta_output = None
     wanted = n.delta_error is not None or n.delta_output is not None
     if probe or (n.delta == "dO_O" and wanted):
-        hp = (O_hp / divisor).view(*rows, -1)
+        hp = (O_hp / divisor).view(*rows, O_bar.shape[-1])
     if n.delta == "dO_O" and n.delta_error is not None:
         delta_output = hp
     elif n.delta == "dO_O" and n.delta_output is not None:
         delta_output = r(hp, "delta_output")
     result = ForwardResult(
-        out=r(O_bar / divisor, "output").view(*rows, -1),
+        out=r(O_bar / divisor, "output").view(*rows, O_bar.shape[-1]),
         lse=lse.view(rows),
         delta_output=delta_output,
     )
@@ -355,8 +278,8 @@ def backward(
     `out`, `lse` and `delta_output` are the forward's. Gradients pass straight through roundings.
     """
     n = numerics
-    with torch.no_grad(), _plain_arithmetic(q.device.type):
-        r = _Rounder(n, seed, q.device)
+    with torch.no_grad(), plain_arithmetic(q.device.type):
+        r = Rounder(n, seed, q.device)
         head, shape = q.shape[:2], (*q.shape[:3], k.shape[2])
         q, k, v = r.input(q, "inputs.q"), r.input(k, "inputs.k"), r.input(v, "inputs.v")
         dO = r.input(dout, "inputs.dO")
@@ -375,17 +298,17 @@ def backward(
         return tuple(x.view(*head, *x.shape[1:]) for x in (dQ, dK, dV))
 
 
-def _recomputed_probabilities(r: _Rounder, S: Tensor, lse: Tensor, masked: bool) -> Tensor:
+def _recomputed_probabilities(r: Rounder, S: Tensor, lse: Tensor, masked: bool) -> Tensor:
     """P = exp(S - lse), zero in rows that see no key. Overwrites S."""
     if masked:
         lse = lse.masked_fill(S.amax(-1, keepdim=True) == -math.inf, 0.0)
     if r.numerics.softmax.kind != "clamped":
-        return _exp_(S.sub_(lse))
-    top = _exp_(S.amax(-1, keepdim=True) - lse) * _below_one(r.numerics)
-    return _exp_(S.sub_(lse)).minimum(top)
+        return exp_in_place(S.sub_(lse))
+    top = exp_in_place(S.amax(-1, keepdim=True) - lse) * _below_one(r.numerics)
+    return exp_in_place(S.sub_(lse)).minimum(top)
 
 
-def _delta(r: _Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None):
+def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None):
     """delta [N, Tq, 1] (None for dP*P, which needs P first) and the error left for dQ, if any."""
     n = r.numerics
     if n.delta == "dP_P":
@@ -412,10 +335,10 @@ def _delta(r: _Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None):
     return delta.to(dO.dtype), left
 
 
-def _grad_scores(r: _Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | None) -> Tensor:
+def _grad_scores(r: Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | None) -> Tensor:
     """dS = P * (dP - delta) before its rounding. Overwrites P."""
     n = r.numerics
-    if delta is not None and not _rounds(n.grad_probabilities):
+    if delta is not None and not rounds_at(n.grad_probabilities):
         return torch.baddbmm(-delta, dO, v.mT).mul_(P)
     dP = r(torch.bmm(dO, v.mT), "grad_probabilities")
     if delta is None:
@@ -423,7 +346,7 @@ def _grad_scores(r: _Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | 
     return (dP - delta).mul_(P)
 
 
-def _stray(r: _Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float, head):
+def _stray(r: Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float, head):
     """The delta error sent along a random direction in place of PK: [N, Tq, D], or None.
 
     scale * e[T] * |(PK)[T]| * u[T]; u fresh per row, or one per head that no seed and no step
@@ -442,13 +365,13 @@ def _stray(r: _Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float
     return scale * error * length * torch.nn.functional.normalize(u.to(k.dtype), dim=-1)
 
 
-def _product(r: _Rounder, a: Tensor, b: Tensor, alpha: float, error=None) -> Tensor:
+def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, error=None) -> Tensor:
     """alpha a b (- error) on `gradients`' grid; tile by tile where O_bar is accumulated so."""
     n = r.numerics
     if n.accumulate == "tile" and b.shape[1] > n.tile:
         total = torch.zeros((), dtype=b.dtype, device=b.device)
         for a_tile, b_tile in zip(a.split(n.tile, -1), b.split(n.tile, 1)):
-            total = r(total + r(_scaled(a_tile, b_tile, alpha), "gradients"), "gradients")
+            total = r(total + r(scaled_product(a_tile, b_tile, alpha), "gradients"), "gradients")
     else:
-        total = _scaled(a, b, alpha)
+        total = scaled_product(a, b, alpha)
     return r(total if error is None else total - error, "gradients")
