@@ -17,6 +17,7 @@ from ..formats import FP32, FP64
 from ..numerics import Numerics, parse_numerics
 from ..result import ForwardResult
 from ..rounding import round_to
+from ..sites import exp_in_place
 from .inputs import Head
 
 
@@ -105,7 +106,7 @@ def rounded_probabilities(S: Tensor, m: Tensor, numerics: Numerics) -> Tensor:
 
     A stochastic site rounds to nearest here.
     """
-    P_bar = emulated._exp_(S - m)  # its exp flushes what underflows
+    P_bar = exp_in_place(S - m)  # the emulator's exp flushes what underflows
     site = numerics.probabilities
     if numerics.softmax.kind == "clamped":
         bits = min(site.format.fraction_bits, numerics.compute.fraction_bits)
