@@ -145,7 +145,7 @@ def largest_logit(q: Tensor, k: Tensor, block: int = 128) -> Tensor:
 
 
 class MLP(nn.Module):
-    """C -> 4C -> C with GPT-2's tanh-approximated GELU."""
+    """C -> 4C -> C with the exact GELU of nanoGPT (OpenAI's code approximates it by tanh)."""
 
     def __init__(self, config: RunConfig):
         super().__init__()
@@ -154,7 +154,7 @@ class MLP(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        x = self.c_proj(F.gelu(self.c_fc(x)))
         return F.dropout(x, self.dropout, self.training)
 
 
