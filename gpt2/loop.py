@@ -84,7 +84,7 @@ class Trainer:
         self.model = GPT(config, config.vocab_size or corpus.vocab_size).to(device)
         self.optimizers = Optimizers(self.model, config)
         self.feed = Feed(corpus, config, device, group)
-        self.probes = Probes(config, run_dir) if writer else None
+        self.probes = Probes(config, run_dir)  # every process knows when, the writer measures
         self.tracker = OutcomeTracker()
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
         self.skipped = 0
@@ -223,8 +223,7 @@ class Trainer:
         config = self.config
         due_save = save and step % config.checkpoint_interval == 0
         due_eval = step % config.eval_interval == 0
-        due_probe = self.probes is not None and self.probes.due(step)
-        if due_save or due_eval or due_probe:
+        if due_save or due_eval or self.probes.due(step):
             verdict = self.flush()
             if verdict:
                 return verdict
@@ -333,7 +332,7 @@ class Trainer:
         )
 
     def _probe_before(self, step: int) -> ProbeContext | None:
-        if self.probes is None or not self.probes.due(step):
+        if self.writer is None or not self.probes.due(step):
             return None
         context = self._context(step)
         context.metrics.update(self._pause_clock(lambda: self.probes.before_update(context)))
@@ -348,7 +347,7 @@ class Trainer:
 
     def end_probes(self, status: str) -> None:
         """Let probes keep evidence of a run that ended by divergence or a nonfinite number."""
-        if self.probes is not None:
+        if self.writer is not None:
             step = self.tracker.verdict_step
             row = self.probes.on_end(self._context(self.step), status, step)
             if row:

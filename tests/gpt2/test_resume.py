@@ -44,7 +44,9 @@ def assert_same(a: Run, b: Run):
         for name in x:
             assert torch.equal(x[name], y[name]), name
     assert left.state == right.state
-    rows = [[{k: v for k, v in r.items() if k != "tokens_per_s"} for r in x.rows()] for x in (a, b)]
+    rows = [
+        [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in x.rows()] for x in (a, b)
+    ]
     assert rows[0] == rows[1]
 
 
