@@ -1,0 +1,80 @@
+"""Runs side by side: results in order, failures told, an interruption that loses nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from trainer_helpers import ROOT, tiny, write_corpus
+
+from gpt2.runs import RunStore
+from gpt2.train import train, train_many
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("many")
+    return write_corpus(folder / "text"), folder
+
+
+def test_runs_come_back_in_order_and_a_failure_is_a_status(place, capsys):
+    corpus, folder = place
+    good = [tiny(corpus, order_seed=s) for s in (0, 1)]
+    bad = tiny(corpus, qk_clip=1.0, qk_norm=True)
+    store = RunStore(folder / "runs")
+    runs = train_many([*good, bad, good[0]], store=store, workers=2, cache_dir=folder / "data")
+    assert [r.status for r in runs] == ["finished", "finished", "failed", "finished"]
+    assert runs[0].path == runs[3].path and runs[0].config == good[0]
+    assert "use one of them" in runs[2].message
+    alone = train(good[1], store=RunStore(folder / "alone"), cache_dir=folder / "data")
+    assert [r["train_loss"] for r in alone.rows() if "train_loss" in r] == [
+        r["train_loss"] for r in runs[1].rows() if "train_loss" in r
+    ]
+    assert capsys.readouterr().out.count("\n") < 20
+    assert train_many(good, store=store, cache_dir=folder / "data")[0].path == runs[0].path
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from trainer_helpers import tiny
+from gpt2.train import RunStore, train_many
+configs = [tiny({corpus!r}, order_seed=s, max_steps=100_000) for s in (0, 1, 2)]
+train_many(configs, store=RunStore({store!r}), cache_dir={data!r})
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place):
+    corpus, folder = place
+    store = RunStore(folder / "stopped")
+    script = SCRIPT.format(
+        tests=str(ROOT / "tests" / "gpt2"),
+        corpus=corpus,
+        store=str(store.root),
+        data=str(folder / "data"),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        runs = store.runs() if store.root.exists() else []
+        if len(runs) == 2 and all((r.path / "metrics.jsonl").exists() for r in runs):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    runs = store.runs()
+    assert len(runs) == 2
+    for run in runs:
+        assert run.status == "interrupted" and "SIGINT" in run.message
+        assert run.checkpoints()[-1][0] == run.step > 0
+
+
+def test_bad_numbers_of_workers_are_refused(place):
+    with pytest.raises(ValueError, match="workers=0"):
+        train_many([tiny(place[0])], store=RunStore(place[1] / "x"), workers=0)
