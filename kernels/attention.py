@@ -18,10 +18,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .backends import backend_module, repeat_heads, resolve_backend, sdpa
+from .backends import backend_module, resolve_backend, sdpa
 from .formats import FP64
 from .numerics import Numerics, flash, parse_numerics
 from .result import ForwardResult
+from .sites import repeat_heads
 
 __all__ = ["Probe", "attention", "resolve_backend"]
 
@@ -174,24 +175,20 @@ def _wants_delta_output(groups) -> bool:
     )
 
 
-def _pick(x: Tensor | None, heads: tuple[int, ...] | None) -> Tensor | None:
-    """The heads of one group out of [B, H, ...]."""
-    if x is None or heads is None:
-        return x
-    return x[:, list(heads)]
+def _pick(x: Tensor | None, heads: tuple[int, ...]) -> Tensor | None:
+    """Some heads out of [B, H, ...]."""
+    return None if x is None else x[:, list(heads)]
 
 
-def _pick_mask(mask: Tensor | None, heads, q: Tensor, Tk: int) -> Tensor | None:
-    if mask is None:
-        return None
-    return _pick(mask.expand(*q.shape[:3], Tk), heads)
+def _picked(tensors: Sequence[Tensor | None], mask: Tensor | None, heads: tuple[int, ...], shape):
+    """Tensors [B, H, ...] and the mask, broadcast to `shape` = [B, H, Tq, Tk], for some heads."""
+    mask = None if mask is None else _pick(mask.expand(shape), heads)
+    return [_pick(x, heads) for x in tensors], mask
 
 
-def _group_seed(numerics: Numerics, seed: Tensor, heads: tuple[int, ...] | None) -> int:
+def _group_seed(numerics: Numerics, seed: Tensor, heads: tuple[int, ...]) -> int:
     """Groups of heads draw independently; reading a seed from a GPU waits, so only if needed."""
-    if not numerics.stochastic:
-        return 0
-    return int(seed) if heads is None else int(seed) * 1_000_003 + heads[0] + 1
+    return int(seed) * 1_000_003 + heads[0] + 1 if numerics.stochastic else 0
 
 
 _FORWARD = (
@@ -206,96 +203,100 @@ _BACKWARD = (
 )
 
 
-def _empty_results(q: Tensor, v: Tensor, groups, probe: bool) -> list[Tensor]:
-    """Uninitialised out, lse, delta_output, ties, ones, m, l, out_fp32; [0] where not wanted."""
-    rows, carrier = q.shape[:3], _carrier(groups)
+def _layout(q: Tensor, v: Tensor, groups, probe: bool) -> list[tuple]:
+    """(shape, dtype) of out, lse, delta_output, ties, ones, m, l, out_fp32; [0] if not wanted."""
+    rows, carrier = tuple(q.shape[:3]), _carrier(groups)
     full, none = (*rows, v.shape[3]), (0,)
     per_row = rows if probe else none
     return [
-        q.new_empty(full, dtype=_out_dtype(groups, v.dtype)),
-        q.new_empty(rows, dtype=carrier),
-        q.new_empty(full if _wants_delta_output(groups) else none, dtype=carrier),
-        q.new_empty(per_row, dtype=torch.int32),
-        q.new_empty(per_row, dtype=torch.int32),
-        q.new_empty(per_row, dtype=carrier),
-        q.new_empty(per_row, dtype=carrier),
-        q.new_empty(full if probe else none, dtype=carrier),
+        (full, _out_dtype(groups, v.dtype)),
+        (rows, carrier),
+        (full if _wants_delta_output(groups) else none, carrier),
+        (per_row, torch.int32),
+        (per_row, torch.int32),
+        (per_row, carrier),
+        (per_row, carrier),
+        (full if probe else none, carrier),
     ]
+
+
+def _nothing_to_do(q: Tensor, k: Tensor) -> bool:
+    return 0 in q.shape[:3] or k.shape[2] == 0
 
 
 @torch.library.custom_op("bit_by_bit::attention_forward", mutates_args=(), schema=_FORWARD)
 def _forward_op(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
     groups = _parse(numerics, q.shape[1])
-    results = _empty_results(q, v, groups, probe)
-    if 0 in q.shape[:3] or k.shape[2] == 0:
-        for x, fill in zip(results, (0, -math.inf, 0, 0, 0, -math.inf, 0, 0)):
-            x.fill_(fill)
-        return tuple(results)
-    ratio = q.shape[1] // k.shape[1]
-    k, v = repeat_heads(k, ratio), repeat_heads(v, ratio)
-    for n, heads in groups:
-        result: ForwardResult = backend_module(n, q, mask, backend).forward(
-            *(_pick(x, heads) for x in (q, k, v)),
-            numerics=n,
-            causal=causal,
-            scale=scale,
-            mask=_pick_mask(mask, heads, q, k.shape[2]),
-            seed=_group_seed(n, seed, heads),
-            probe=probe,
+    layout = _layout(q, v, groups, probe)
+    if _nothing_to_do(q, k):
+        fills = (0, -math.inf, 0, 0, 0, -math.inf, 0, 0)
+        return tuple(q.new_full(s, fill, dtype=d) for (s, d), fill in zip(layout, fills))
+    choices = dict(causal=causal, scale=scale, probe=probe)
+    if groups[0][1] is None:
+        n = groups[0][0]
+        module = backend_module(n, q, mask, backend)
+        parts = _values(module.forward(q, k, v, numerics=n, mask=mask, seed=seed, **choices))
+        return tuple(
+            q.new_empty(shape, dtype=dtype) if part is None else part.to(dtype).contiguous()
+            for part, (shape, dtype) in zip(parts, layout)
         )
-        values = [getattr(result, f.name) for f in dataclasses.fields(result)]
-        if heads is None:
-            return tuple(
-                x if part is None else part.to(x.dtype).contiguous()
-                for x, part in zip(results, values)
-            )
-        for x, part in zip(results, values):
-            if part is not None and x.dim() > 1:
-                x[:, list(heads)] = part.to(x.dtype)
+    results = [q.new_empty(shape, dtype=dtype) for shape, dtype in layout]
+    ratio, shape = q.shape[1] // k.shape[1], (*q.shape[:3], k.shape[2])
+    wide = q, repeat_heads(k, ratio), repeat_heads(v, ratio)
+    for n, heads in groups:
+        inputs, own_mask = _picked(wide, mask, heads, shape)
+        module, own_seed = backend_module(n, q, mask, backend), _group_seed(n, seed, heads)
+        part = module.forward(*inputs, numerics=n, mask=own_mask, seed=own_seed, **choices)
+        for x, value in zip(results, _values(part)):
+            if value is not None and x.dim() > 1:
+                x[:, list(heads)] = value.to(x.dtype)
     return tuple(results)
+
+
+def _values(result: ForwardResult) -> list[Tensor | None]:
+    return [getattr(result, f.name) for f in dataclasses.fields(result)]
 
 
 @_forward_op.register_fake
 def _(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
-    return tuple(_empty_results(q, v, _parse(numerics, q.shape[1]), probe))
+    layout = _layout(q, v, _parse(numerics, q.shape[1]), probe)
+    return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in layout)
 
 
 @torch.library.custom_op("bit_by_bit::attention_backward", mutates_args=(), schema=_BACKWARD)
 def _backward_op(
     dout, q, k, v, out, lse, delta_output, mask, seed, numerics, causal, scale, backend
 ):
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    if 0 in q.shape[:3] or k.shape[2] == 0:
-        return tuple(grads)
-    ratio, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
-    k, v = repeat_heads(k, ratio), repeat_heads(v, ratio)
+    if _nothing_to_do(q, k):
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     groups = _parse(numerics, q.shape[1])
-    delta_output = delta_output if _wants_delta_output(groups) else None
-    wide = None
+    choices = dict(causal=causal, scale=scale)
+    if groups[0][1] is None:
+        n = groups[0][0]
+        saved = dout, q, k, v, out, lse, delta_output if _wants_delta_output(groups) else None
+        module = backend_module(n, q, mask, backend)
+        grads = module.backward(*saved, numerics=n, mask=mask, seed=seed, **choices)
+    else:
+        saved = dout, q, k, v, out, lse, delta_output
+        grads = _backward_by_groups(saved, groups, mask, seed, backend, choices)
+    return tuple(g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v)))
+
+
+def _backward_by_groups(saved, groups, mask, seed, backend, choices) -> list[Tensor]:
+    """Gradients of heads with different numerics; a key head's are summed after their rounding."""
+    dout, q, k, v, out, lse, delta_output = saved
+    ratio, shape = q.shape[1] // k.shape[1], (*q.shape[:3], k.shape[2])
+    wide = q, repeat_heads(k, ratio), repeat_heads(v, ratio)
+    grads = [torch.empty_like(x, dtype=_carrier(groups)) for x in wide]
     for n, heads in groups:
-        own = _wants_delta_output(((n, heads),))
-        parts = backend_module(n, q, mask, backend).backward(
-            *(_pick(x, heads) for x in (dout, q, k, v, out, lse)),
-            _pick(delta_output, heads) if own else None,
-            numerics=n,
-            causal=causal,
-            scale=scale,
-            mask=_pick_mask(mask, heads, q, k.shape[2]),
-            seed=_group_seed(n, seed, heads),
-        )
-        if heads is None:
-            wide = parts
-            break
-        if wide is None:
-            wide = [torch.empty_like(x, dtype=_carrier(groups)) for x in (q, k, v)]
-        for x, part in zip(wide, parts):
+        own = delta_output if _wants_delta_output(((n, heads),)) else None
+        inputs, own_mask = _picked((dout, *wide, out, lse, own), mask, heads, shape)
+        module, own_seed = backend_module(n, q, mask, backend), _group_seed(n, seed, heads)
+        parts = module.backward(*inputs, numerics=n, mask=own_mask, seed=own_seed, **choices)
+        for x, part in zip(grads, parts):
             x[:, list(heads)] = part.to(x.dtype)
-    dq, dk, dv = wide
-    if ratio > 1:
-        dk, dv = (
-            x.unflatten(1, (kv_heads, ratio)).sum(2, dtype=_carrier(groups)) for x in (dk, dv)
-        )
-    return tuple(x.to(g.dtype).contiguous() for x, g in zip((dq, dk, dv), grads))
+    dq, dk, dv = grads
+    return [dq, *(x.unflatten(1, (-1, ratio)).sum(2) for x in (dk, dv))]
 
 
 @_backward_op.register_fake

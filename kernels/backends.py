@@ -11,6 +11,7 @@ from torch import Tensor
 from . import emulated
 from .formats import FP64
 from .numerics import Numerics, exact, flash, parse_numerics
+from .sites import repeat_heads
 
 BACKENDS = ("auto", "emulated", "triton", "sdpa")
 
@@ -114,8 +115,3 @@ def backend_module(numerics: Numerics, q: Tensor, mask: Tensor | None, backend: 
     if name == "emulated":
         return emulated
     return importlib.import_module(f".{name}_attention", __package__)
-
-
-def repeat_heads(x: Tensor, group: int) -> Tensor:
-    """[B, Hkv, T, D] to [B, Hkv * group, T, D]: one key head serves `group` query heads."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)

@@ -28,7 +28,14 @@ from torch import Tensor
 from .formats import FP64
 from .numerics import Numerics, Softmax
 from .result import ForwardResult
-from .sites import Rounder, exp_in_place, plain_arithmetic, rounds_at, scaled_product
+from .sites import (
+    Rounder,
+    exp_in_place,
+    plain_arithmetic,
+    repeat_heads,
+    rounds_at,
+    scaled_product,
+)
 
 
 def supports(
@@ -148,10 +155,10 @@ def forward(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     probe: bool = False,
 ) -> ForwardResult:
-    """q [B, H, Tq, D], k [B, H, Tk, D], v [B, H, Tk, Dv], all lengths at least 1.
+    """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], all lengths at least 1.
 
     Returns a ForwardResult in the carrier dtype; see its docstring for shapes. `delta_output` is
     filled only when the backward needs it.
@@ -160,6 +167,7 @@ def forward(
     with torch.no_grad(), plain_arithmetic(q.device.type):
         r = Rounder(n, seed, q.device)
         rows, shape = q.shape[:3], (*q.shape[:3], k.shape[2])
+        k, v = (repeat_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
         q, k, v = r.input(q, "inputs.q"), r.input(k, "inputs.k"), r.input(v, "inputs.v")
         parts = None if mask is None else _mask_parts(mask, shape, q.dtype)
         S = _scores(r, q, k, causal, scale, parts)
@@ -271,16 +279,18 @@ def backward(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [B, H, Tq, D], dK [B, H, Tk, D], dV [B, H, Tk, Dv] in the carrier, on `gradients`' grid.
+    """dQ [B, H, Tq, D], dK [B, Hkv, Tk, D], dV [B, Hkv, Tk, Dv] in the carrier.
 
+    They lie on the grid of `gradients`; dK and dV are summed over a group of query heads first.
     `out`, `lse` and `delta_output` are the forward's. Gradients pass straight through roundings.
     """
     n = numerics
     with torch.no_grad(), plain_arithmetic(q.device.type):
         r = Rounder(n, seed, q.device)
-        head, shape = q.shape[:2], (*q.shape[:3], k.shape[2])
+        head, shape, group = q.shape[:2], (*q.shape[:3], k.shape[2]), q.shape[1] // k.shape[1]
+        k, v = repeat_heads(k, group), repeat_heads(v, group)
         q, k, v = r.input(q, "inputs.q"), r.input(k, "inputs.k"), r.input(v, "inputs.v")
         dO = r.input(dout, "inputs.dO")
         parts = None if mask is None else _mask_parts(mask, shape, q.dtype)
@@ -290,12 +300,12 @@ def backward(
             x if x is None else x.reshape(dO.shape).to(dO.dtype) for x in (out, delta_output)
         )
         delta, error = _delta(r, dO, out, delta_output)
-        dV = _product(r, r(P, "backward_probabilities").mT, dO, 1.0)
+        dV = _product(r, r(P, "backward_probabilities").mT, dO, 1.0, group)
         stray = _stray(r, error, P, k, scale, head)
         dS = r(_grad_scores(r, dO, v, P, delta), "grad_scores")
         dQ = _product(r, dS, k, scale, error=stray)
-        dK = _product(r, dS.mT, q, scale)
-        return tuple(x.view(*head, *x.shape[1:]) for x in (dQ, dK, dV))
+        dK = _product(r, dS.mT, q, scale, group)
+        return tuple(x.unflatten(0, (head[0], -1)) for x in (dQ, dK, dV))
 
 
 def _recomputed_probabilities(r: Rounder, S: Tensor, lse: Tensor, masked: bool) -> Tensor:
@@ -365,8 +375,11 @@ def _stray(r: Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float,
     return scale * error * length * torch.nn.functional.normalize(u.to(k.dtype), dim=-1)
 
 
-def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, error=None) -> Tensor:
-    """alpha a b (- error) on `gradients`' grid; tile by tile where O_bar is accumulated so."""
+def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, group=1, error=None) -> Tensor:
+    """alpha a b (- error), summed over groups of heads, on the grid of `gradients`.
+
+    Tile by tile where O_bar is accumulated so.
+    """
     n = r.numerics
     if n.accumulate == "tile" and b.shape[1] > n.tile:
         total = torch.zeros((), dtype=b.dtype, device=b.device)
@@ -374,4 +387,6 @@ def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, error=None) -> Tens
             total = r(total + r(scaled_product(a_tile, b_tile, alpha), "gradients"), "gradients")
     else:
         total = scaled_product(a, b, alpha)
+    if group > 1:
+        total = total.unflatten(0, (-1, group)).sum(1)
     return r(total if error is None else total - error, "gradients")

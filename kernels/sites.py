@@ -19,14 +19,14 @@ _TINY = torch.tensor(_LOWEST).exp().item() * 1.000001  # whichever way exp round
 class Rounder:
     """Puts tensors on the grids of a Numerics; one random generator per (seed, name)."""
 
-    def __init__(self, numerics: Numerics, seed: int, device: torch.device):
+    def __init__(self, numerics: Numerics, seed: int | Tensor, device: torch.device):
         self.numerics, self.seed, self.device = numerics, seed, device
         self.generators: dict[str, torch.Generator] = {}
 
     def generator(self, name: str, seed: int | None = None) -> torch.Generator:
         """The generator of this name, made from the pass's seed (or another) on first use."""
         if name not in self.generators:
-            text = f"{self.seed if seed is None else seed}:{name}"
+            text = f"{int(self.seed if seed is None else seed)}:{name}"
             number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
             self.generators[name] = torch.Generator(self.device).manual_seed(number)
         return self.generators[name]
@@ -80,6 +80,11 @@ def exp_in_place(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         return x.exp_()
     return torch.threshold_(x.clamp_(min=_LOWEST).exp_(), _TINY, 0.0)
+
+
+def repeat_heads(x: Tensor, group: int) -> Tensor:
+    """[B, Hkv, T, D] to [B, Hkv * group, T, D]: one key head serves `group` query heads."""
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def scaled_product(a: Tensor, b: Tensor, alpha: float, addend: Tensor | None = None) -> Tensor:
