@@ -6,7 +6,8 @@
 A fork is an ordinary run whose identity contains its parent's and the step. It starts from the
 parent's state after `at` updates: a checkpoint if there is one, else the state is computed again
 from the nearest earlier one (or from the start) and compared with the losses that the parent
-recorded. Asking again loads forks that have ended and continues those that were interrupted.
+recorded. Asking again loads forks that have ended and continues those that were interrupted. At
+step 0 there is no state to share but the seeds, so such a fork is the changed run from its start.
 
 What can change: numerics, learning rate, clipping, backend, device, the seed of stochastic
 rounding and more. What cannot: whatever changes the parameters or the batches (`REFUSED`).
@@ -80,8 +81,9 @@ def plan(
     for key in changes:
         if key in REFUSED:
             raise ForkError(f"a fork cannot change {key}: {REFUSED[key]}")
-    if not 0 <= at <= run.step:
-        raise ForkError(f"--at {at} is outside the run, which has done {run.step} steps")
+    began = run.parent.step if run.parent else 0
+    if not began <= at <= run.step:
+        raise ForkError(f"--at {at} is outside the run: its steps are {began} to {run.step}")
     until = parent.max_steps if until is None else until
     if until <= at:
         raise ForkError(f"the fork would end at step {until}, not after its start {at}; raise it")
@@ -97,13 +99,17 @@ def _name(changes: Mapping) -> str:
 
 def parent_state(
     run: Run, at: int, *, progress: bool = True, cache_dir="data", corpus=None
-) -> Parent:
-    """The parent's state after `at` updates, from a checkpoint or computed again.
+) -> Parent | None:
+    """The parent's state after `at` updates, from a checkpoint or computed again; None for 0.
 
     States computed again are kept in RUN/states and serve later forks. Raises ForkError where the
     losses on the way differ from those that the run recorded (on a CPU; on a GPU it warns, because
     some GPU kernels do not repeat bit for bit).
     """
+    if at == 0:
+        return None
+    if run.parent is not None and at == run.parent.step:
+        return Parent(run.id, at, run.parent.checkpoint)
     saved = dict(run.checkpoints())
     for made in (run.path / "states").glob("step_*/*/run.json"):
         saved = dict(Run(made.parent).checkpoints()) | saved

@@ -59,6 +59,13 @@ def test_a_state_without_a_checkpoint_is_computed_again_to_the_same_bits(lab):
     assert len(list((run.path / "states").iterdir())) == 2  # 45 was used twice
 
 
+def test_a_fork_at_step_0_is_the_changed_run_from_its_start(lab):
+    run, options = lab
+    child = fork(run, 0, {"adam_eps": 1e-4}, until=5, **options)
+    assert child.parent is None and losses(child)[0] == losses(run)[0]
+    assert fork(run, 0, **options).path == run.path
+
+
 def test_a_change_starts_from_the_same_loss_and_differs_after(lab):
     run, options = lab
     child = fork(run, 40, {"learning_rate": "2e-2"}, **options)
@@ -94,7 +101,7 @@ def test_the_schedule_stays_the_parents_whatever_the_end(lab):
         ({"optimizer": "muon"}, 40, None, "cannot change optimizer.*update rule"),
         ({"order_seed": 1}, 40, None, "cannot change order_seed.*batches"),
         ({"max_steps": 70}, 40, None, "--until"),
-        ({}, 61, None, "outside the run, which has done 60"),
+        ({}, 61, None, "outside the run: its steps are 0 to 60"),
         ({}, -1, None, "outside the run"),
         ({}, 40, 40, "not after its start"),
         ({"learnig_rate": 1}, 40, None, "learning_rate"),
@@ -142,6 +149,9 @@ def test_a_fork_of_a_fork_carries_its_ancestors_metrics(lab):
     metrics = full_metrics(grandchild)
     steps = metrics["step"][~np.isnan(metrics["train_loss"])]
     assert steps.tolist() == list(range(60))
+    with pytest.raises(ForkError, match="steps are 40 to 60"):
+        plan(child, 39)
+    assert identical_losses(child, fork(child, 40, **options))
     rows = outcome_rows([Arm("(parent)", run), Arm("grandchild", grandchild)])
     assert rows[1]["changed"] == {"adam_eps": [1e-5, 1e-6]} and rows[1]["outcome"] == "stable"
 
