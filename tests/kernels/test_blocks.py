@@ -1,0 +1,81 @@
+"""Block choice is a pure function of shapes and limits (cases 37, 45)."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from kernels.triton_blocks import (
+    ADA_SHARED,
+    HOPPER_SHARED,
+    TILES,
+    Blocks,
+    choose_blocks,
+    pad,
+    shared_bytes,
+)
+
+KERNELS = ("forward", "grad_keys", "grad_queries")
+LIMITS = (65_536, ADA_SHARED, HOPPER_SHARED)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_choice_fits_its_limit(kernel, limit):
+    for head_dim, itemsize in itertools.product((1, 8, 40, 64, 80, 96, 128, 192, 256), (2, 4)):
+        if limit == 65_536 and itemsize == 4 and head_dim > 128 and kernel != "forward":
+            with pytest.raises(ValueError, match=f"D={head_dim}.*65,536 bytes.*emulated"):
+                choose_blocks(kernel, head_dim=head_dim, itemsize=4, shared_limit=limit)
+            continue
+        blocks = choose_blocks(kernel, head_dim=head_dim, itemsize=itemsize, shared_limit=limit)
+        dim = pad(head_dim)
+        assert shared_bytes(kernel, blocks, dim, dim, itemsize) <= limit
+        assert blocks.block_m >= 16 and blocks.block_n >= 16
+        assert blocks.block_m & (blocks.block_m - 1) == blocks.block_n & (blocks.block_n - 1) == 0
+
+
+def test_a_smaller_limit_gives_smaller_blocks():
+    """Case 45: D = 128 wanted 131,074 bytes where 101,376 are there."""
+    big = choose_blocks("forward", head_dim=128, shared_limit=HOPPER_SHARED)
+    small = choose_blocks("forward", head_dim=128, shared_limit=ADA_SHARED)
+    assert shared_bytes("forward", big, 128, 128, 2) > ADA_SHARED
+    assert small != big and shared_bytes("forward", small, 128, 128, 2) <= ADA_SHARED
+
+
+def test_the_running_tile_is_kept():
+    for tile, head_dim in itertools.product(TILES, (64, 128)):
+        assert choose_blocks("forward", head_dim=head_dim, tile=tile).block_n == tile
+
+
+def test_same_question_same_answer():
+    first = choose_blocks("grad_keys", head_dim=64)
+    assert first == choose_blocks("grad_keys", head_dim=64) and isinstance(first, Blocks)
+
+
+def test_errors_name_the_head_dimension_and_a_remedy():
+    with pytest.raises(ValueError, match=r"D=256.*101,376.*smaller tile.*emulated"):
+        choose_blocks("forward", head_dim=256, tile=128, shared_limit=ADA_SHARED)
+    with pytest.raises(ValueError, match=r"D=300.*split the heads or use backend='emulated'"):
+        choose_blocks("forward", head_dim=300)
+    with pytest.raises(ValueError, match=r"tile of 100 keys.*16, 32, 64.*emulated"):
+        choose_blocks("forward", head_dim=64, tile=100)
+    with pytest.raises(ValueError, match="unknown kernel 'sideways'"):
+        shared_bytes("sideways", Blocks(16, 16, 4, 1), 64, 64, 2)
+
+
+def test_kernels_import_without_triton():
+    """Case 47: no Triton on this machine; auto still works and `supports` says why not."""
+    code = """
+import sys
+sys.modules["triton"] = None  # `import triton` raises ImportError
+import torch, kernels
+from kernels.attention import attention, resolve_backend
+from kernels import triton_attention, parse_numerics
+why = triton_attention.supports(parse_numerics("paper"), device="cuda", dtype=torch.bfloat16)
+assert "not installed" in why, why
+x = torch.randn(1, 1, 4, 8)
+assert attention(x, x, x, numerics="paper").shape == x.shape
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

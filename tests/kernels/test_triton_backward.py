@@ -1,0 +1,154 @@
+"""The backward kernels in Triton's interpreter: parity with the emulator and with float64."""
+
+import math
+
+import pytest
+import torch
+
+from kernels import emulated, parity, parse_numerics, triton_attention
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.interpreted
+
+
+def gradients(module, text, tensors, causal, scale):
+    found = parity.run(module, parse_numerics(text), tensors, causal=causal, scale=scale)
+    return {name: found[name] for name in ("dq", "dk", "dv")}
+
+
+def assert_agree(text, tensors, causal=True, scale=1 / 4):
+    """Within 1 ulp, few off, no signed mean."""
+    fmt = parse_numerics(text).gradients.format
+    want = gradients(emulated, text, tensors, causal, scale)
+    got = gradients(triton_attention, text, tensors, causal, scale)
+    coarse = fmt.fraction_bits <= 7
+    for name in want:
+        g = parity.gap(name, got[name], want[name], fmt)
+        assert g.max_ulp <= (1 if coarse else 512), (text, g)
+        assert not coarse or (g.mismatched < 0.03 and abs(g.signed_mean_ulp) < 0.02), (text, g)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flash,tile=16",
+        "paper",
+        "stabilized,beta=2",
+        "guarded",
+        "paper,delta_output=fp32",
+        "paper,delta=dP_P",
+        "paper,grad_probabilities=bf16",
+        "paper,backward_probabilities=fp32,grad_scores=fp32",
+        "paper,matched_bits=3",
+        "paper,gradients=bf16.4",
+        "exact",
+    ],
+)
+@pytest.mark.parametrize("causal", (True, False))
+def test_sites_agree_with_the_emulator(text, causal):
+    assert_agree(text, parity.inputs((1, 2, 2, 37, 41, 16, 16)), causal)
+
+
+@pytest.mark.parametrize("kind", ("mirror", "sham"))
+def test_delta_errors_agree_with_the_emulator(kind):
+    """The mirror doubles delta's distance from fp32, so a last bit of delta may move dS."""
+    tensors = parity.inputs((1, 2, 2, 33, 33, 16, 16))
+    want = gradients(emulated, f"paper,delta_error={kind}", tensors, True, 1 / 4)
+    got = gradients(triton_attention, f"paper,delta_error={kind}", tensors, True, 1 / 4)
+    fmt = parse_numerics("paper").gradients.format
+    for name in want:
+        g = parity.gap(name, got[name], want[name], fmt)
+        assert g.max_ulp <= 2 and g.mismatched < 0.03, g
+    plain = gradients(triton_attention, "paper", tensors, True, 1 / 4)
+    changed = [not torch.equal(plain[name], got[name]) for name in ("dq", "dk")]
+    assert all(changed) if kind == "mirror" else not any(changed)
+
+
+def test_random_delta_errors_have_the_asked_moments():
+    """`injected` shifts delta by mean: dQ moves by -alpha mean P K, row by row, in fp32."""
+    tensors = parity.inputs((1, 1, 1, 24, 24, 16, 16), dtype=torch.float32)
+    plain = gradients(triton_attention, "exact", tensors, True, 1 / 4)
+    text = "exact,delta_error=injected,mean=0.5,rms=0.0"
+    moved = gradients(triton_attention, text, tensors, True, 1 / 4)
+    q, k = tensors[0].double(), tensors[1].double()
+    S = (q @ k.mT / 4).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -math.inf)
+    expected = -0.5 / 4 * (S.softmax(-1) @ k)
+    assert torch.allclose((moved["dq"] - plain["dq"]).double(), expected, atol=1e-5)
+    signs = "paper,delta_error=random_sign"
+    first = gradients(triton_attention, signs, tensors, True, 1 / 4)
+    again = gradients(triton_attention, signs, tensors, True, 1 / 4)
+    assert torch.equal(first["dq"], again["dq"])
+
+
+@pytest.mark.parametrize("D, Dv", ((1, 1), (8, 24), (40, 40)))
+def test_head_dimensions_that_are_no_power_of_two(D, Dv):
+    for text in ("flash,tile=16", "paper"):
+        assert_agree(text, parity.inputs((1, 1, 1, 19, 19, D, Dv)), scale=1 / math.sqrt(D))
+
+
+@pytest.mark.parametrize(
+    "Tq, Tk", ((1, 1), (2, 2), (15, 15), (65, 65), (1, 33), (33, 1), (16, 70))
+)
+def test_lengths(Tq, Tk):
+    assert_agree("paper", parity.inputs((1, 1, 1, Tq, Tk, 16, 16), seed=Tq + Tk))
+
+
+@pytest.mark.parametrize("causal", (True, False))
+def test_gradients_equal_float64_autograd(causal):
+    """Case 33: a causal flag that the backward ignores would show here."""
+    tensors = parity.inputs((1, 2, 2, 30, 35, 16, 24), kind="gaussian", dtype=torch.float32)
+    got = gradients(triton_attention, "exact", tensors, causal, 0.3)
+    q, k, v, dO = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    S = leaves[0] @ leaves[1].mT * 0.3
+    if causal:
+        S = S.masked_fill(torch.ones(30, 35, dtype=torch.bool).triu(1), -math.inf)
+    want = torch.autograd.grad(S.softmax(-1) @ leaves[2], leaves, dO)
+    for x, y in zip(got.values(), want):
+        assert (x - y).abs().max() < 1e-5
+
+
+def test_grouped_queries_sum_in_fp32():
+    q, k, v, dO = parity.inputs((1, 4, 2, 20, 20, 16, 16), dtype=torch.float32)
+    got = gradients(triton_attention, "exact", (q, k, v, dO), True, 1 / 4)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    want = gradients(triton_attention, "exact", (q, k, v, dO), True, 1 / 4)
+    assert torch.equal(got["dq"], want["dq"])
+    for name in ("dk", "dv"):
+        summed = want[name].unflatten(1, (2, 2)).sum(2)
+        assert torch.allclose(got[name], summed, atol=1e-4)
+
+
+def test_gradients_of_any_layout():
+    """Cases 28 and 31: dO transposed or broadcast."""
+    q, k, v, dO = parity.inputs((1, 2, 2, 18, 18, 16, 16))
+    transposed = dO.mT.contiguous().mT
+    broadcast = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 2, 18, 16)
+    for layout in (transposed, broadcast):
+        a = gradients(triton_attention, "paper", (q, k, v, layout), True, 1 / 4)
+        b = gradients(triton_attention, "paper", (q, k, v, layout.contiguous()), True, 1 / 4)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_two_sink_keys():
+    """Case 34: scores 38 and 38.123, both keys near the maximum; dV against float64."""
+    q = torch.zeros(1, 1, 24, 16, dtype=torch.float16)
+    q[..., 0] = 1.0
+    k = torch.zeros(1, 1, 24, 16, dtype=torch.float16)
+    k[0, 0, 0, 0], k[0, 0, 4, 0] = 76.0, 76.246
+    v, dO = (torch.randn(1, 1, 24, 16).half() for _ in range(2))
+    got = gradients(triton_attention, "exact", (q, k, v, dO), True, 0.5)
+    S = (q.double() @ k.double().mT * 0.5).masked_fill(
+        torch.ones(24, 24, dtype=torch.bool).triu(1), -math.inf
+    )
+    want = S.softmax(-1).mT @ dO.double()
+    assert (got["dv"] - want).abs().max() < 1e-4
+
+
+def test_huge_logits_give_zero_score_gradients():
+    """Case 24: dV = dO, dQ = dK = 0, no NaN, whatever the scale."""
+    x = torch.full((1, 1, 1, 16), 133120.0).bfloat16()
+    for scale in (1 / 4, 0.3):
+        got = gradients(triton_attention, "flash,tile=16", (x, x, x, x), True, scale)
+        assert torch.equal(got["dv"], x)
+        assert not got["dq"].any() and not got["dk"].any()

@@ -1,0 +1,73 @@
+"""What the Triton backend refuses, in one sentence each, on a machine without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import parse_numerics
+from kernels import triton_attention as backend
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("authors", "reference_format=bf16"),
+        ("exact,compute=fp64", "fp64"),
+        ("paper,unnormalized=fp16", "8 exponent bits"),
+        ("paper,output=bf16:toward_zero", "nearest even or stochastically"),
+        ("paper,row_sum=bf16", "row_sum=bf16"),
+        ("paper,row_sum_floor=1e-10", "no floor"),
+        ("paper,accumulate=tile", "once"),
+        ("paper,softmax=clamped", "clamp"),
+        ("stabilized,reference=running", "decided per row"),
+        ("paper,delta_error=random_direction", "not dQ itself"),
+    ],
+)
+def test_numerics_beyond_the_kernels_are_refused_by_name(text, reason):
+    why = backend.supports(parse_numerics(text), device="cuda", dtype=torch.bfloat16)
+    assert reason in why and "\n" not in why
+
+
+def test_inputs_beyond_the_kernels_are_refused_by_name():
+    n = parse_numerics("paper")
+    assert "float64" in backend.supports(n, device="cuda", dtype=torch.float64)
+    assert "mask" in backend.supports(n, device="cuda", dtype=torch.bfloat16, mask=True)
+    with pytest.raises(ValueError, match="no mask"):
+        x = torch.zeros(1, 1, 2, 8)
+        mask = torch.ones(2, 2, dtype=torch.bool)
+        backend.forward(x, x, x, numerics=n, causal=True, scale=1.0, mask=mask)
+
+
+def test_old_gpus_are_refused_with_their_capability():
+    """Case 46: compute capability 7.5 has no bf16."""
+    assert "8.0" in backend._refused_capability((7, 5)) and "7.5" in backend._refused_capability(
+        (7, 5)
+    )
+    assert backend._refused_capability((8, 0)) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_no_gpu_is_said():
+    n = parse_numerics("paper")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        assert "need a CUDA device" in backend.supports(n, device="cpu", dtype=torch.bfloat16)
+        assert "no CUDA driver" in backend.supports(n, device="cuda", dtype=torch.bfloat16)
+
+
+def test_interpreter_switched_on_too_late_is_detected():
+    """Case 47: TRITON_INTERPRET set after `import triton`."""
+    code = """
+import os, triton
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from kernels import triton_attention, parse_numerics
+print(triton_attention.supports(parse_numerics("paper"), device="cpu", dtype=torch.bfloat16))
+"""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
+    assert "set it before Python starts" in done.stdout, done.stdout + done.stderr
