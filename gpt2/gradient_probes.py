@@ -64,6 +64,21 @@ def weight_gradient_error(ctx: ProbeContext) -> dict:
     }
 
 
+@register("shared_direction", cost="dear")
+def shared_direction(ctx: ProbeContext) -> dict:
+    """Whether the rows' contributions to the error of dW_Q point one way, training batch.
+
+    The directions exist in any run; only their weights, the errors of delta, need rounding. Where
+    nothing is rounded the gain is null.
+    """
+    taps, _, _ = ctx.training_taps()
+    found = [
+        measures.shared_direction(e, measures.attended_keys(t.q, t.k), t.x.float())
+        for e, t in zip(_delta_differences(ctx), taps)
+    ]
+    return {name: nested([f[name] for f in found]) for name in found[0]}
+
+
 @register("update", cost="dear", phase="after")
 def update(ctx: ProbeContext) -> dict:
     """Size of the optimiser's change of W_Q relative to W_Q, and its cosine with the pair."""

@@ -91,20 +91,23 @@ def spread_heads(x: Tensor, n_head: int) -> Tensor:
 
 
 def score_statistics(q: Tensor, k: Tensor, scale: float | None = None) -> dict[str, Tensor]:
-    """Per head [H], from fp32 scores: largest score, mean entropy of a row (nats), tied rows.
+    """Per head [H], from fp32 scores: largest score, mean entropy of a row (nats), tied rows, and
+    the attention that the first key gets from the later half of the rows (an attention sink).
 
     One sequence at a time, so that the [T, T] scores of a batch are never all in memory.
     """
-    largest, entropy, tied = [], [], []
+    largest, entropy, tied, first = [], [], [], []
     for i in range(len(q)):
         s = scores_of(q[i : i + 1], k[i : i + 1], scale)[0]
         p = s.softmax(dim=-1)
         largest.append(s.amax(dim=(1, 2)))
         entropy.append(torch.special.entr(p).sum(dim=-1).mean(dim=-1))
+        first.append(p[:, p.shape[1] // 2 :, 0].mean(dim=-1))
         tied.append(((s == s.amax(dim=-1, keepdim=True)).sum(dim=-1) > 1).double().mean(dim=-1))
     return {
         "max_logit": torch.stack(largest).amax(dim=0).double().cpu(),
         "attention_entropy": torch.stack(entropy).mean(dim=0).double().cpu(),
+        "first_key_mass": torch.stack(first).mean(dim=0).double().cpu(),
         "tie_rate": torch.stack(tied).mean(dim=0).cpu(),
     }
 
@@ -146,6 +149,29 @@ def weight_gradient_change(e: Tensor, pk: Tensor, x: Tensor, scale: float) -> Te
     """
     weighted = pk * e.to(pk.dtype)[..., None]
     return torch.einsum("bhtd,btc->hdc", weighted, x.to(pk.dtype)) * -scale
+
+
+def shared_direction(e: Tensor, pk: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """Per head [H], of the terms e[T] (PK)[T]^T X[T] of that change: do they point one way?
+
+    direction_cosine  mean cosine between the directions (PK)[T]^T X[T] of two rows, sign included
+    coherent_gain     |sum of the terms| / sqrt(sum of their squared sizes): about 1 for unrelated
+                      directions, sqrt(rows) for one direction and one sign
+    Rows of all sequences together; shapes as in `weight_gradient_change`. float64 on the CPU.
+    """
+    b, h, t, _ = pk.shape
+    pk, x = pk.detach().double(), x.detach().double()
+    size = pk.norm(dim=-1) * x.norm(dim=-1)[:, None]
+    unit_pk, unit_x = (y / y.norm(dim=-1, keepdim=True).clamp(min=1e-30) for y in (pk, x))
+    n = b * t
+    summed = torch.einsum("bhtd,btc->hdc", unit_pk, unit_x).square().sum(dim=(1, 2))
+    weights = e.detach().double()
+    total = torch.einsum("bhtd,btc->hdc", pk * weights[..., None], x)
+    apart = (weights * size).square().sum(dim=(0, 2)).sqrt()
+    return {
+        "direction_cosine": ((summed - n) / (n * (n - 1))).cpu(),
+        "coherent_gain": (_norm(total) / apart).cpu(),
+    }
 
 
 def head_gradients(dq: Tensor, x: Tensor) -> Tensor:

@@ -60,9 +60,10 @@ def tie_rate(ctx: ProbeContext) -> dict:
 
 @register("scores", cost="cheap")
 def scores(ctx: ProbeContext) -> dict:
-    """Largest score and mean attention entropy (nats) per head, fp32, held-out batch."""
+    """Largest score, mean attention entropy (nats) and first key's share, fp32, held-out batch."""
     found = [measures.score_statistics(tap.q[:2], tap.k[:2]) for tap in ctx.held_out_taps()]
-    return {name: nested([f[name] for f in found]) for name in ("max_logit", "attention_entropy")}
+    names = ("max_logit", "attention_entropy", "first_key_mass")
+    return {name: nested([f[name] for f in found]) for name in names}
 
 
 # -- schedule and runner --------------------------------------------------------------------------

@@ -59,6 +59,7 @@ def test_score_statistics_on_uniform_attention():
     assert found["attention_entropy"].item() == pytest.approx(expected, rel=1e-6)
     assert found["max_logit"].item() == 0
     assert found["tie_rate"].item() == 0.75  # the first row sees one key alone
+    assert found["first_key_mass"].item() == pytest.approx((1 / 3 + 1 / 4) / 2)
 
 
 def test_score_statistics_spread_grouped_keys():
@@ -125,3 +126,20 @@ def test_adam_change_equals_running_adam_twice():
     )
     torch.testing.assert_close(update, taken)
     torch.testing.assert_close(change, wanted)
+
+
+def test_shared_direction_tells_one_direction_from_many():
+    B, H, T, D, C = 2, 2, 30, 8, 16
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    one = draw(1, H, 1, D).expand(B, H, T, D), draw(1, 1, C).expand(B, T, C)
+    e = torch.ones(B, H, T)
+    found = measures.shared_direction(e, *one)
+    assert found["direction_cosine"].tolist() == pytest.approx([1, 1])
+    assert found["coherent_gain"].tolist() == pytest.approx([math.sqrt(B * T)] * H)
+    signs = e.clone()
+    signs[:, :, ::2] = -1
+    assert measures.shared_direction(signs, *one)["coherent_gain"].max() < 1e-6
+    many = measures.shared_direction(e, draw(B, H, T, D), draw(B, T, C))
+    assert many["direction_cosine"].abs().max() < 0.05
+    assert 0.5 < many["coherent_gain"].min() and many["coherent_gain"].max() < 2

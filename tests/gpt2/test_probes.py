@@ -12,6 +12,7 @@ from gpt2.model import GPT
 from gpt2.probes import REGISTRY, ProbeContext, Probes, parse_spec, register
 
 DEAR = ("delta_error@1", "weight_gradient_error@1", "update@1", "update_error@1")
+DEAR += ("shared_direction@1",)
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4, probe_interval=10)
 
 
@@ -41,7 +42,8 @@ def test_cheap_probes_give_strict_json_of_layers_and_heads():
     ctx = make()
     row = Probes(ctx.config).before_update(ctx)
     assert "probe_errors" not in row
-    for name in ("spectral_norm_q", "spectral_norm_k", "tie_rate", "ones_share", "max_logit"):
+    names = ("spectral_norm_q", "spectral_norm_k", "tie_rate", "ones_share", "max_logit")
+    for name in (*names, "first_key_mass"):
         assert np.asarray(row[name]).shape == (2, 2), name
     json.dumps(row, allow_nan=False)
     expected = torch.linalg.svdvals(ctx.model.attention_layers[1].w_q().detach())[1, 0]
@@ -76,6 +78,7 @@ def test_probes_see_the_same_held_out_batch_at_every_step_and_leave_no_trace():
 def test_delta_error_equals_the_difference_of_the_two_deltas():
     ctx = make(probes=DEAR)
     row = Probes(ctx.config).before_update(ctx)
+    assert np.asarray(row["coherent_gain"]).shape == (2, 2) and "probe_errors" not in row
     taps, douts, _ = ctx.training_taps()
     tap, dout = taps[1], douts[1]
     low = (dout.double() * tap.out.double()).sum(-1)
