@@ -165,6 +165,7 @@ def _for_publication(notebook: nbformat.NotebookNode) -> None:
         cell.metadata.pop("execution", None)
         if "injected-parameters" in cell.metadata.get("tags", ()):
             cell.metadata["tags"] = [*cell.metadata["tags"], "hide-input"]
+            cell.metadata["mystnb"] = {"code_prompt_show": "Parameters of this run"}
 
 
 def build_html(layout: Layout, say=print) -> None:
