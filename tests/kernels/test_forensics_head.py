@@ -317,6 +317,8 @@ def test_near_ties_count_only_within_the_tolerance():
     strict = counts(q, k, v, numerics=text, scale=0.5, tolerance=1e-3)
     assert strict.closest[2:] == (38.125, 38.0)
     assert strict.near[0, 4:].tolist() == [1, 1, 1, 1] and strict.tied_rows == 0
+    none = counts(q, k, v, numerics=text, scale=0.5)
+    assert torch.equal(none.near, none.ties.long())
     loose = counts(q, k, v, numerics=text, scale=0.5, tolerance=0.2)
     assert loose.near[0, 4:].tolist() == [2, 2, 2, 2] and loose.tied_rows == 0
     with pytest.raises(ValueError, match="tolerance=-1"):
