@@ -15,16 +15,20 @@ Named in `config.probes`, with a moment after @ and a place after the colon:
 
 Heads go to captures/step_00001000-L1H0.npz with keys q, k, v, dO, X, W_Q (float32; of the first
 sequences of the step's batch), step, layer, head, numerics. The triggered captures also write a
-bundle, captures/bundle_step_00001000/: weights, batch and configuration of the step *before* the
-trouble, of which `replay` computes the same loss again, bit for bit.
+bundle, such as captures/bundle_step_00001000-failure/: weights, batch and configuration of the
+step *before* the trouble, of which `replay` computes the same loss again, bit for bit:
+
+    python -m gpt2.capture runs/.../captures/bundle_step_00001000-failure
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import re
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -319,3 +323,24 @@ def batch_loss(model, config, step: int, x: Tensor, y: Tensor) -> float:
             _, loss = model(x[rows], y[rows], denominator=config.tokens_per_step, seed=seed)
         total += loss.detach()
     return float(total)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Replay bundles; exit code 0 if every loss came out the same, 1 if not, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m gpt2.capture", description="Replay bundles.")
+    parser.add_argument("bundle", nargs="+", help="a captures/bundle_step_* folder of a run")
+    same = True
+    for path in parser.parse_args(argv).bundle:
+        try:
+            found = replay(path)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        same &= found.identical
+        words = "the same bits" if found.identical else "NOT the same"
+        print(f"step {found.step}: recorded {found.recorded}, replayed {found.replayed}: {words}")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from .analysis import Arm, format_table, outcome_rows, plot_arms, save_rows
-from .config import RunConfig, difference, parse_assignments
+from .config import RunConfig, clean_overrides, difference, parse_assignments
+from .data import load_corpus
 from .runs import Parent, Run, RunError, RunStore
 
 _SHAPE = "it changes the parameters, so the parent's weights would not fit"
@@ -43,9 +44,6 @@ REFUSED = (
     )
     | {"optimizer": _STATE, "max_steps": "say where to stop with until (--until)"}
 )
-# fields that change what is written down, not what is computed
-QUIET = ("probes", "probe_interval", "eval_interval", "eval_batches", "max_steps")
-QUIET += ("checkpoint_interval", "keep_checkpoints")
 
 
 class ForkError(ValueError):
@@ -63,8 +61,8 @@ class Fork:
     difference: dict[str, tuple] = field(default_factory=dict)
 
     def told(self) -> str:
-        """One line: the arm and every setting in which it differs, but for what is measured."""
-        parts = [f"{k} {a!r} -> {b!r}" for k, (a, b) in self.difference.items() if k not in QUIET]
+        """One line: the arm and every setting in which it differs from the parent."""
+        parts = [f"{k} {a!r} -> {b!r}" for k, (a, b) in self.difference.items()]
         return f"{self.name}: {'; '.join(parts) or 'no change'}"
 
 
@@ -77,7 +75,8 @@ def plan(
     that cannot change, a step outside the run, or an end that is not after the start; ValueError
     for a bad value.
     """
-    changes, parent = dict(changes or {}), run.config
+    name, parent = name or _name(changes or {}), run.config
+    changes = clean_overrides(dict(changes or {}))
     for key in changes:
         if key in REFUSED:
             raise ForkError(f"a fork cannot change {key}: {REFUSED[key]}")
@@ -90,7 +89,7 @@ def plan(
     kept = {"decay_steps": parent.decay_steps or parent.max_steps, "max_steps": until}
     config = parent.at(**(kept | changes))
     found = difference(parent.at(decay_steps=kept["decay_steps"]), config)
-    return Fork(name or _name(changes), config, at, changes, found)
+    return Fork(name, config, at, changes, found)
 
 
 def _name(changes: Mapping) -> str:
@@ -195,12 +194,19 @@ def fork_many(
 ) -> dict[str, Run]:
     """Several forks from one state, {name: changes} -> {name: Run}; all are checked first.
 
-    corpus: the parent's, if loaded already.
+    corpus: the parent's, if loaded already. Raises ForkError, too, if the corpus is not the one
+    that the parent was trained on.
     """
     from .train import train, train_many
 
     run = run if isinstance(run, Run) else Run(run)
     forks = [plan(run, at, changes, name=name, until=until) for name, changes in arms.items()]
+    corpus = corpus or load_corpus(run.config, cache_dir, progress)
+    if corpus.sha256 != run.info["corpus"]["sha256"]:
+        raise ForkError(
+            f"the corpus {run.config.corpus!r} is not what it was when {run.path.name} was trained"
+            ", so its batches cannot be repeated; restore the corpus or train the run anew"
+        )
     store = store or RunStore(run.path.parent)
     parent = parent_state(run, at, progress=progress, cache_dir=cache_dir, corpus=corpus)
     if progress:

@@ -190,3 +190,14 @@ def _captures(specs: list[ProbeSpec], config, run_dir: Path | None) -> list:
     from .capture import Capture
 
     return [Capture(spec, config, run_dir) for spec in specs]
+
+
+def main() -> None:
+    """`python -m gpt2.probes` lists every probe with its cost."""
+    for name, kind in REGISTRY.items():
+        print(f"{name:24}{kind.cost:8}{kind.summary}")
+    print(f"{'capture':24}{'dear':8}Tensors of chosen heads, and bundles that replay.")
+
+
+if __name__ == "__main__":
+    main()

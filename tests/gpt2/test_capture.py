@@ -96,6 +96,7 @@ def test_a_spike_is_caught_within_5_steps_and_its_bundle_replays_to_the_same_los
     before, after = found
     assert 40 <= before.step < after.step <= 45 and after.step == before.step + 1
     assert after.replayed > before.replayed + 0.5
+    assert capture.main([str(p) for p in bundles_of(run)]) == 0
     for r in found:
         assert r.identical and np.float32(recorded[r.step]) == np.float32(r.replayed)
     heads = [p for p in run.captures() if p.suffix == ".npz"]
@@ -120,6 +121,7 @@ def test_a_replay_with_other_weights_is_not_identical(poisoned, tmp_path):
         (tmp_path / file).write_bytes((bundle / file).read_bytes())
     save_file(weights, tmp_path / "weights.safetensors")
     assert not capture.replay(tmp_path).identical
+    assert capture.main([str(tmp_path)]) == 1 and capture.main([str(tmp_path.parent)]) == 2
 
 
 def test_a_healthy_run_writes_no_evidence_of_failure(lab):

@@ -100,7 +100,7 @@ def test_the_schedule_stays_the_parents_whatever_the_end(lab):
         ({"n_embd": 32}, 40, None, "cannot change n_embd.*parameters"),
         ({"optimizer": "muon"}, 40, None, "cannot change optimizer.*update rule"),
         ({"order_seed": 1}, 40, None, "cannot change order_seed.*batches"),
-        ({"max_steps": 70}, 40, None, "--until"),
+        ({"max_iters": 70}, 40, None, "cannot change max_steps.*--until"),
         ({}, 61, None, "outside the run: its steps are 0 to 60"),
         ({}, -1, None, "outside the run"),
         ({}, 40, 40, "not after its start"),
@@ -139,6 +139,13 @@ def test_a_regenerated_state_that_disagrees_with_the_record_is_refused(lab, tmp_
     (copy / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     with pytest.raises(ForkError, match="from step 5 on"):
         fork(Run(copy), 8, **options)
+
+
+def test_another_corpus_under_the_same_name_is_refused(lab, tmp_path):
+    run, options = lab
+    other = load_corpus(run.config.at(corpus=write_corpus(tmp_path, 12)), tmp_path, progress=False)
+    with pytest.raises(ForkError, match="batches cannot be repeated"):
+        fork(run, 40, corpus=other, **options)
 
 
 def test_a_fork_of_a_fork_carries_its_ancestors_metrics(lab):
