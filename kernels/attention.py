@@ -140,7 +140,7 @@ def _fill(probe: Probe, results) -> None:
 
 
 @lru_cache(maxsize=256)
-def _parse(text: str, heads: int) -> tuple[tuple[Numerics, tuple[int, ...] | None], ...]:
+def _parse(text: str) -> tuple[tuple[Numerics, tuple[int, ...] | None], ...]:
     """Groups of heads with equal numerics: ((Numerics, heads or None for all), ...)."""
     lines = text.split("\n")
     if len(lines) == 1:
@@ -226,7 +226,7 @@ def _nothing_to_do(q: Tensor, k: Tensor) -> bool:
 
 @torch.library.custom_op("bit_by_bit::attention_forward", mutates_args=(), schema=_FORWARD)
 def _forward_op(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
-    groups = _parse(numerics, q.shape[1])
+    groups = _parse(numerics)
     layout = _layout(q, v, groups, probe)
     if _nothing_to_do(q, k):
         fills = (0, -math.inf, 0, 0, 0, -math.inf, 0, 0)
@@ -259,7 +259,7 @@ def _values(result: ForwardResult) -> list[Tensor | None]:
 
 @_forward_op.register_fake
 def _(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
-    layout = _layout(q, v, _parse(numerics, q.shape[1]), probe)
+    layout = _layout(q, v, _parse(numerics), probe)
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in layout)
 
 
@@ -269,7 +269,7 @@ def _backward_op(
 ):
     if _nothing_to_do(q, k):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
-    groups = _parse(numerics, q.shape[1])
+    groups = _parse(numerics)
     choices = dict(causal=causal, scale=scale)
     if groups[0][1] is None:
         n = groups[0][0]
