@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from .fingerprint import code_fingerprint
+
 # Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets (not the sparse figures,
 # which are twice as large). The first name found in the device's name counts.
 PEAK_FLOPS = (
@@ -121,6 +123,7 @@ def environment(device: torch.device, world_size: int = 1) -> dict:
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "commit": commit(),
+        "code": code_fingerprint()[:12],
         "command": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -107,6 +107,7 @@ class Trainer:
         mode = self.config.compile
         self.compiled = mode == "on" or (mode == "auto" and self.device.type == "cuda")
         if self.compiled:
+            torch._dynamo.reset()  # its limit on recompilations counts models of earlier runs too
             self.model.compile_trunk()
 
     def autocast(self):
@@ -167,7 +168,7 @@ class Trainer:
             self.model.clip_queries_and_keys()
         self._pending.append((step, loss, norm, rate))
 
-    def _first_update(self, step: int) -> None:
+    def first_update(self, step: int) -> None:
         """The first step compiles; where that fails, say so and go on without (unless "on")."""
         if not self.compiled:
             return self.update(step)
@@ -193,7 +194,7 @@ class Trainer:
         """
         config, start = self.config, self.step
         self._clock = time.perf_counter()
-        update = self._first_update
+        update = self.first_update
         while self.step < to_step:
             step = self.step
             verdict = self._before(step, save=step > start)

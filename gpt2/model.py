@@ -188,15 +188,16 @@ class GPT(nn.Module):
                 "qk_clip rescales W_Q and W_K, which qk_norm then normalises away; use one of them"
             )
         self.config, self.vocab_size = config, vocab_size
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                h=nn.ModuleList(Block(config, i) for i in range(config.n_layer)),
-                ln_f=Norm(config.n_embd, config.bias),
+        with torch.random.fork_rng(devices=[]):  # PyTorch's own initialisation draws, in vain
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(vocab_size, config.n_embd),
+                    wpe=nn.Embedding(config.block_size, config.n_embd),
+                    h=nn.ModuleList(Block(config, i) for i in range(config.n_layer)),
+                    ln_f=Norm(config.n_embd, config.bias),
+                )
             )
-        )
-        self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
         self._trunk = self.blocks
