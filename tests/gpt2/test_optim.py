@@ -34,8 +34,8 @@ def test_muon_orthogonalises_w_q_w_k_and_w_v_apart():
     optimizers.step()
     change = (before - weight).detach()
     for part in change.split([16, 8, 8]):
-        values = torch.linalg.svdvals(part)
-        assert values.min() > 0.3 and values.max() < 1.3
+        values = torch.linalg.svdvals(part)  # five steps cannot lift a nearly zero one
+        assert values[:-1].min() > 0.3 and values.max() < 1.3
     assert torch.linalg.svdvals(change).max() > 1.3  # not orthogonal as a whole
 
 
