@@ -30,27 +30,34 @@ import numpy as np
 
 from gpt2.config import RunConfig
 from gpt2.data import load_corpus
+from gpt2.fork import parent_state
 from gpt2.outcomes import Outcome, OutcomeTracker, series, smooth, summarize, worst_head
 from gpt2.runs import Parent, Run, RunStore
+from gpt2.train import train_many
 
 from . import ROOT
 from .experiments import EXPERIMENTS, Arm, Experiment
+from .forks import plan_fork
 
 RESULTS = ROOT / "book" / "results"
 CURVE_POINTS = 160
+HEAD_POINTS = 60
 
 
 # -- from runs to records -------------------------------------------------------------------------
 
 
-def record(run: Run, arm: Arm, seed: int, outcome: Outcome) -> dict:
-    """What the book keeps of a run: plain JSON types; curves of at most CURVE_POINTS points."""
+def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str] = ()) -> dict:
+    """What the book keeps of a run: plain JSON types; curves of at most CURVE_POINTS points.
+
+    heads: metrics that are kept for every head, [points][layer][head].
+    """
     return {
         "arm": arm.name,
         "label": arm.label,
-        "attention": arm.attention,
+        "attention": run.config.attention,
         "changes": dict(arm.changes),
-        "forked_at": arm.at,
+        "forked_at": run.parent.step if run.parent else None,
         "seed": seed,
         "run": run.id,
         "status": run.status,
@@ -69,6 +76,7 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome) -> dict:
         "worst_tie_rate": outcome.worst_tie_rate,
         "seconds": run.state.get("duration_s"),
         "curves": curves(run.metrics()),
+        "heads": head_curves(run.metrics(), heads),
     }
 
 
@@ -86,9 +94,28 @@ def curves(metrics: dict) -> dict[str, dict[str, list]]:
     return {name: curve for name, curve in out.items() if curve["step"]}
 
 
+def head_curves(metrics: dict, names: Sequence[str]) -> dict[str, dict[str, list]]:
+    """Name -> {"step": [n], "value": [n][layer][head]}, at most HEAD_POINTS points each."""
+    out = {}
+    for name in names:
+        steps, values = series(metrics, name)
+        keep = _kept(len(steps), HEAD_POINTS)
+        rows = [
+            [[float(f"{v:.4g}") if np.isfinite(v) else None for v in layer] for layer in row]
+            for row in values[keep]
+        ]
+        if rows:
+            out[name] = {"step": steps[keep].tolist(), "value": rows}
+    return out
+
+
+def _kept(count: int, most: int) -> np.ndarray:
+    """Indices of at most `most` evenly spaced points, first and last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round()).astype(int)
+
+
 def _thin(steps: np.ndarray, values: np.ndarray) -> dict[str, list]:
-    keep = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), CURVE_POINTS)).round())
-    keep = keep.astype(int)
+    keep = _kept(len(steps), CURVE_POINTS)
     finite = [None if not np.isfinite(v) else float(f"{v:.6g}") for v in np.asarray(values)[keep]]
     return {"step": np.asarray(steps)[keep].tolist(), "value": finite}
 
@@ -120,7 +147,7 @@ def collect(experiment: Experiment, runs: dict[tuple[str, int], Run]) -> list[di
         of_seed = {arm: run for (arm, s), run in runs.items() if s == seed}
         outcomes = judge(experiment, of_seed)
         rows += [
-            record(of_seed[a.name], a, seed, outcomes[a.name])
+            record(of_seed[a.name], a, seed, outcomes[a.name], () if a.at else experiment.heads)
             for a in experiment.arms
             if a.name in of_seed
         ]
@@ -132,7 +159,7 @@ def collect(experiment: Experiment, runs: dict[tuple[str, int], Run]) -> list[di
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be: an arm, a seed and the config, plus what to fork from."""
+    """One run to be: an arm, a seed and the config (of a fork: that of its parent)."""
 
     arm: Arm
     seed: int
@@ -158,7 +185,12 @@ def jobs(
     if any(a.at is not None for a in chosen) and experiment.parent not in [a.name for a in chosen]:
         chosen.insert(0, experiment.arm(experiment.parent))
     seeds = experiment.seeds if seeds is None else seeds
-    return [Job(a, s, a.config(experiment, s, preset)) for s in seeds for a in chosen]
+
+    def config(arm: Arm, seed: int) -> RunConfig:
+        of = arm if arm.at is None else experiment.arm(experiment.parent)
+        return of.config(experiment, seed, preset)
+
+    return [Job(a, s, config(a, s)) for s in seeds for a in chosen]
 
 
 def run_experiment(
@@ -175,34 +207,28 @@ def run_experiment(
     Arms from scratch come first, then forks from their states. Ctrl-C saves all runs and raises
     KeyboardInterrupt. Raises RuntimeError naming the runs that crashed.
     """
-    from gpt2.fork import parent_state
-
-    from gpt2.train import train_many
-
     todo = jobs(experiment, **chosen)
     common = dict(store=store, workers=workers, progress=progress, cache_dir=cache_dir)
     fresh = [job for job in todo if job.arm.at is None]
     runs = dict(zip([j.key for j in fresh], train_many([j.config for j in fresh], **common)))
+    _raise_crashed(runs)
     forks = [job for job in todo if job.arm.at is not None]
     if forks:
         pairs = []
         for job in forks:
             parent = runs[experiment.parent, job.seed]
-            state = parent_state(parent, job.arm.at, progress=progress, cache_dir=cache_dir)
-            pairs.append((fork_config(parent, job), state))
+            made = plan_fork(experiment, job.arm, parent)
+            state = parent_state(parent, made.at, progress=progress, cache_dir=cache_dir)
+            pairs.append((made.config, state))
         runs |= dict(zip([j.key for j in forks], train_many(pairs, **common)))
-    crashed = [run for run in runs.values() if run.status == "failed"]
-    if crashed:
-        raise RuntimeError("; ".join(f"{run.path.name} failed: {run.message}" for run in crashed))
+    _raise_crashed(runs)
     return runs
 
 
-def fork_config(parent: Run, job: Job) -> RunConfig:
-    """The config of a fork: the parent's with the arm's attention and changes."""
-    from gpt2.fork import plan
-
-    changes = {"attention": job.arm.attention} | dict(job.arm.changes)
-    return plan(parent, job.arm.at, changes, until=job.config.max_steps).config
+def _raise_crashed(runs: dict[tuple[str, int], Run]) -> None:
+    crashed = [run for run in runs.values() if run.status == "failed"]
+    if crashed:
+        raise RuntimeError("; ".join(f"{run.path.name} failed: {run.message}" for run in crashed))
 
 
 def ended_runs(
@@ -217,7 +243,8 @@ def ended_runs(
             source = found.get((experiment.parent, job.seed))
             if source is None:
                 continue
-            config, parent = fork_config(source, job), Parent(source.id, job.arm.at, "")
+            made = plan_fork(experiment, job.arm, source)
+            config, parent = made.config, Parent(source.id, made.at, "")
         path = store.path(config, corpus.sha256, parent)
         if (path / "status.json").exists() and Run(path).ended:
             found[job.key] = Run(path)

@@ -5,23 +5,30 @@ Chapters run a few arms of them live; `book.evidence` runs all of them and archi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from gpt2.config import RunConfig, make_config
+from kernels.numerics import ScopedNumerics
 
 
 @dataclass(frozen=True)
 class Arm:
     """One line of an experiment: a name, what attention does, and anything else that differs.
 
-    at: None starts from scratch; a step forks from the experiment's `parent` arm there.
+    at: None starts from scratch; a step forks from the experiment's `parent` arm there, and a
+        share below 1 at that share of the steps that the parent took to fail (`book.forks`).
+    attention: of a fork, may say "{outliers} -> exact": heads chosen by what the parent did.
+    group: interventions of one kind. also: labels of interventions that come to the same numbers.
     """
 
     name: str
     attention: str
     label: str
     changes: tuple[tuple[str, object], ...] = ()
-    at: int | None = None
+    at: int | float | None = None
+    group: str = ""
+    also: tuple[str, ...] = ()
 
     def config(self, experiment: Experiment, seed: int, preset: str | None = None) -> RunConfig:
         told = dict(experiment.base) | {"attention": self.attention} | dict(self.changes)
@@ -35,6 +42,8 @@ class Experiment:
 
     failing: the arm that is expected to fail; "healthy" means 1.5 times its steps without a sign.
     twin: the arm whose running maxima define onset. parent: the arm that forks start from.
+    until: forks end at this multiple of the steps that their parent took to fail (None: at the
+    parent's last step). heads: metrics that archives keep for every head, of runs from scratch.
     """
 
     name: str
@@ -47,6 +56,8 @@ class Experiment:
     failing: str | None = None
     twin: str | None = None
     parent: str | None = None
+    until: float | None = None
+    heads: tuple[str, ...] = ()
 
     def arm(self, name: str) -> Arm:
         for arm in self.arms:
@@ -69,7 +80,7 @@ FAILURE = Experiment(
     failing="low",
     twin="fp32",
     arms=(
-        Arm("low", LOW, "low precision"),
+        Arm("low", LOW, "low precision", changes=(("keep_checkpoints", 20),)),  # to fork from
         Arm("delta_fp32", f"{LOW},delta_output=fp32", "delta from an fp32 O"),
         Arm("fp32", "exact", "attention in fp32"),
     ),
@@ -95,4 +106,135 @@ DIALS = Experiment(
     + _dial("matched", "paper,matched_bits={}," + FP32_BACKWARD, (1, 2, 3, 4)),
 )
 
-EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (FAILURE, DIALS)}
+
+# -- chapter 2: isolation -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a preset is made to fail, and which part of that run the forks of chapter 2 see.
+
+    low: numerics that fail. steps: most steps of the failing run. at, until: where forks start and
+    end, as shares of the steps that it took to fail; `at` lies before anything shows.
+    """
+
+    low: str
+    steps: int
+    at: float = 0.25
+    until: float = 1.5
+
+
+REGIMES = {
+    "cpu": Regime(LOW, dict(FAILURE.base)["max_steps"]),
+    "mini": Regime("paper,output_bits=4", 6_000),
+}
+LIVE_ISOLATION = ("same", "exact", "delta_fp32", "delta_dP_P", "only_L0", "only_L1")
+SITES = {
+    "inputs": "Q, K, V and dO",
+    "scores": "S",
+    "probabilities": "P_bar",
+    "row_sum": "l",
+    "unnormalized": "O_bar",
+    "output": "the stored O",
+}
+
+
+def isolation(preset: str = "cpu", *, at: float | None = None, until: float | None = None):
+    """The paper's isolation experiments (section 3.2) as forks of a failing run, one change each.
+
+    at, until: shares of the failing run's steps, else the regime's. A preset without a regime of
+    its own uses `paper`. Interventions that come to the same numbers are one arm (`Arm.also`).
+    """
+    config = make_config(preset)
+    regime = REGIMES.get(preset, Regime("paper", config.max_steps))
+    regime = replace(regime, at=at or regime.at, until=until or regime.until)
+    keep = (("keep_checkpoints", 20),)
+    parent = Arm("low", regime.low, "low precision", changes=keep, group="failing run")
+    forks = [
+        Arm(name, attention, label, at=regime.at, group=group)
+        for group, name, attention, label in _interventions(regime.low, config)
+    ]
+    return Experiment(
+        name="isolation" if preset == "cpu" else f"isolation-{preset}",
+        question="Which single change, made before anything shows, prevents the failure?",
+        chapter=2,
+        preset=preset,
+        base=(("max_steps", regime.steps),),
+        failing="low",
+        twin="exact",
+        parent="low",
+        until=regime.until,
+        heads=("spectral_norm_q", "tie_rate"),
+        arms=(parent, *_distinct(forks, config)),
+    )
+
+
+def _interventions(low: str, config: RunConfig) -> Iterable[tuple[str, str, str, str]]:
+    """(group, name, attention, label) in the order of the paper; layers counted from 0."""
+    layers = range(config.n_layer)
+    yield "control", "same", low, "no change"
+    yield "control", "exact", "exact", "everything in fp32"
+    yield "tiling", "tile_off", f"{low},reference=row", "no tiling"
+    for tile in sorted({t for t in (16, 64, config.block_size) if t <= config.block_size}):
+        whole = " (all keys)" if tile == config.block_size else ""
+        label = f"key tiles of {tile}{whole}"
+        yield "tiling", f"tile_{tile}", f"{low},reference=running,tile={tile}", label
+    label = "key tiles of 16, O_bar rounded after each"
+    yield "tiling", "tile_each", f"{low},reference=running,tile=16,accumulate=tile", label
+    for i in layers:
+        yield "layer", f"only_L{i}", f"exact; L{i} -> {low}", f"low precision in layer {i} only"
+    for i in layers:
+        yield "layer", f"fp32_L{i}", f"{low}; L{i} -> exact", f"fp32 in layer {i} only"
+    yield "delta", "delta_dP_P", f"{low},delta=dP_P", "delta from dP and P"
+    yield "delta", "delta_fp32", f"{low},delta_output=fp32", "delta from an O in fp32"
+    forward = f"{low},unnormalized=fp32,output=fp32"
+    yield "output", "forward_fp32", forward, "O_bar and O in fp32"
+    for site, words in SITES.items():
+        yield "site", f"site_{site}", f"{low},{site}=fp32", f"{words} in fp32"
+    top = "the head of largest norm"
+    if config.n_head > 3:
+        yield "heads", "heads_top", f"{low}; {{top}} -> exact", f"{top} in fp32"
+        top = "the outlier heads"
+    yield "heads", "heads_outliers", f"{low}; {{outliers}} -> exact", f"{top} in fp32"
+    yield "heads", "heads_rest", f"{low}; {{rest}} -> exact", f"all but {top} in fp32"
+    yield "heads", "heads_sham", f"{low}; {{sham}} -> exact", "as many other heads in fp32 (sham)"
+
+
+def _distinct(arms: Iterable[Arm], config: RunConfig) -> list[Arm]:
+    """Arms with different numbers in some layer or head; the first of equals names the others."""
+    found: dict[object, Arm] = {}
+    for arm in arms:
+        key: object = arm.attention
+        if "{" not in arm.attention:
+            scoped = ScopedNumerics.parse(arm.attention)
+            key = tuple(scoped.for_layer(i, config.n_head) for i in range(config.n_layer))
+        first = found.setdefault(key, arm)
+        if first is not arm:
+            found[key] = replace(first, also=(*first.also, arm.label))
+    return list(found.values())
+
+
+LAYERS = Experiment(
+    name="layers",
+    question="What differs between the layers before the onset?",
+    chapter=2,
+    base=(
+        ("max_steps", REGIMES["cpu"].steps),
+        ("probes", ("delta_error@50", "shared_direction@50")),
+    ),
+    failing="low",
+    twin="fp32",
+    heads=(
+        "spectral_norm_q",
+        "tie_rate",
+        "first_key_mass",
+        "max_logit",
+        "attention_entropy",
+        "delta_error_rms",
+        "direction_cosine",
+        "coherent_gain",
+    ),
+    arms=(Arm("low", LOW, "low precision"), Arm("fp32", "exact", "attention in fp32")),
+)
+
+EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (FAILURE, DIALS, isolation(), LAYERS)}
