@@ -7,7 +7,8 @@ Named in `config.probes`, with a moment after @ and a place after the colon:
     capture@500:worstx2     the worst head, 2 sequences
     capture                 at failure (the same as capture@failure:worst)
     capture@onset           once, when a head's spectral norm has grown by `ONSET_NORM` within
-                            `ONSET_STEPS` steps (by its own measure: no twin is at hand)
+                            `ONSET_STEPS` steps, and by more than in as many steps before: a sign
+                            without a twin, passed over in early training, where growth slows down
     capture@spike           once, when a loss is `DIVERGED_NATS` above the lowest of the last 50,
                             or NaN; looks at every step, so it slows a GPU down
 
@@ -106,7 +107,7 @@ class Capture:
         interval = 1 if self.trigger == "spike" else self.config.probe_interval
         before = 2 if self.trigger == "spike" else DIVERGED_STEPS + 3 * HALF_LIFE
         self.ring = deque(maxlen=2 + math.ceil(before / interval))
-        self.norms = deque(maxlen=2 + math.ceil(ONSET_STEPS / interval))
+        self.norms = deque(maxlen=2 + math.ceil(2 * ONSET_STEPS / interval))
         self.losses = deque(maxlen=SPIKE_HISTORY)
         if self.run_dir is not None and self.trigger in ("spike", "onset"):
             self.done = any(self.folder.glob(f"bundle_step_*-{self.trigger}"))
@@ -159,9 +160,15 @@ class Capture:
         self._keep(ctx, sound[-1] if sound else self.ring[0])
 
     def _grown(self) -> bool:
-        step, norms = self.norms[-1]
-        old = [n for s, n in self.norms if s <= step - ONSET_STEPS]
-        return bool(old) and bool((norms > ONSET_NORM * old[-1]).any())
+        step, now = self.norms[-1]
+        old, older = (
+            [norms for s, norms in self.norms if s <= step - lag][-1:]
+            for lag in (ONSET_STEPS, 2 * ONSET_STEPS)
+        )
+        if not older:
+            return False
+        growth, before = now / old[0], old[0] / older[0]
+        return bool(((growth > ONSET_NORM) & (growth > before)).any())
 
     def _spiked(self, loss: float) -> bool:
         lowest = min(self.losses, default=math.inf)

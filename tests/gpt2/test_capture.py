@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpt2 import capture
-from gpt2.capture import Place
+from gpt2.capture import Capture, Place
 from gpt2.config import make_config
 from gpt2.data import load_corpus
 from gpt2.fork import fork
@@ -129,12 +129,29 @@ def test_a_healthy_run_writes_no_evidence_of_failure(lab):
     assert run.status == "finished" and run.captures() == []
 
 
-def test_a_growing_norm_triggers_the_onset_capture_once(lab):
-    run = lab(max_steps=241, learning_rate=3e-2, probe_interval=40, probes="capture@onset:worst")
-    norms = run.metrics()["spectral_norm_q"]
-    bundles = bundles_of(run)
-    assert np.nanmax(norms) > 1.5 * np.nanmin(norms)
-    assert len(bundles) == 1 and capture.replay(bundles[0]).identical
+def test_growth_that_speeds_up_is_an_onset_and_growth_that_slows_down_is_not():
+    config = make_config("cpu", SMALL | {"probe_interval": 100, "probes": "capture@onset"})
+    (watch,) = Probes(config).captures
+
+    def onset_at(norms):
+        watch.norms.clear()
+        for i, norm in enumerate(norms):
+            watch.norms.append((100 * i, torch.tensor([[norm, 5.0]])))
+            if watch._grown():
+                return 100 * i
+        return None
+
+    assert onset_at([1, 4, 10, 14, 18, 21, 23]) is None
+    assert onset_at([10, 10, 11, 11, 12, 14, 19, 29]) == 600
+    assert onset_at([10, 10, 10, 10, 13, 13, 13]) is None
+    assert onset_at([10, 10, 10, 10, float("nan"), 10, 10]) is None
+
+
+def test_an_onset_capture_is_written_once_and_replays(lab, monkeypatch):
+    monkeypatch.setattr(Capture, "_grown", lambda self: self.norms[-1][0] >= 10)
+    run = lab(max_steps=31, probes="capture@onset:worst")
+    (bundle,) = bundles_of(run)
+    assert bundle.name == "bundle_step_00000010-onset" and capture.replay(bundle).identical
 
 
 @pytest.mark.parametrize("text", ["L1H0+3x2", "L0", "worstx1", "", "x3"])
