@@ -108,12 +108,20 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"q and k need the same head dimension: {told}")
     if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(f"query heads must be a multiple of key heads: {told}")
-    if mask is not None and mask.requires_grad:
-        raise ValueError(
-            "mask wants a gradient, which attention does not give; pass mask.detach()"
-        )
-    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask is not None:
+        _check_mask(mask, (*q.shape[:3], k.shape[2]))
+
+
+def _check_mask(mask: Tensor, shape: tuple) -> None:
+    if mask.requires_grad:
+        raise ValueError("mask wants a gradient, but attention gives it none; pass mask.detach()")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask is {mask.dtype}; pass bool (True = visible) or an additive float")
+    fits = all(m in (1, s) for m, s in zip(reversed(mask.shape), reversed(shape)))
+    if mask.dim() > 4 or not fits:
+        raise ValueError(
+            f"mask {tuple(mask.shape)} does not broadcast to [B, H, Tq, Tk] = {shape}"
+        )
 
 
 def _as_text(numerics, heads: int) -> str:
@@ -122,6 +130,10 @@ def _as_text(numerics, heads: int) -> str:
         return numerics.key
     if isinstance(numerics, str):
         return numerics
+    if not isinstance(numerics, (list, tuple)):
+        raise ValueError(
+            f"numerics is a {type(numerics).__name__}; pass a Numerics, its text, or one per head"
+        )
     if len(numerics) != heads:
         raise ValueError(f"{len(numerics)} numerics for {heads} query heads; give one or one each")
     texts = [n.key if isinstance(n, Numerics) else n for n in numerics]
@@ -148,6 +160,8 @@ def _parse(text: str) -> tuple[tuple[Numerics, tuple[int, ...] | None], ...]:
     groups: dict[Numerics, list[int]] = {}
     for head, line in enumerate(lines):
         groups.setdefault(parse_numerics(line), []).append(head)
+    if len(groups) == 1:
+        return ((next(iter(groups)), None),)
     if len({n.compute for n in groups}) > 1:
         raise ValueError("heads of one layer must share `compute`; some say fp32 and some fp64")
     return tuple((n, tuple(heads)) for n, heads in groups.items())

@@ -49,6 +49,13 @@ def supports(
     return None
 
 
+def _inputs(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K, V on the grid of `inputs`, [N, T, D] each: a key head is rounded, then repeated."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (repeat_heads(r.input(x, f"inputs.{n}"), group, dim=0) for x, n in ((k, "k"), (v, "v")))
+    return r.input(q, "inputs.q"), k, v
+
+
 # -- scores and masks -----------------------------------------------------------------------------
 
 
@@ -167,8 +174,7 @@ def forward(
     with torch.no_grad(), plain_arithmetic(q.device.type):
         r = Rounder(n, seed, q.device)
         rows, shape = q.shape[:3], (*q.shape[:3], k.shape[2])
-        k, v = (repeat_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
-        q, k, v = r.input(q, "inputs.q"), r.input(k, "inputs.k"), r.input(v, "inputs.v")
+        q, k, v = _inputs(r, q, k, v)
         parts = None if mask is None else _mask_parts(mask, shape, q.dtype)
         S = _scores(r, q, k, causal, scale, parts)
         row_max = S.amax(-1, keepdim=True)
@@ -290,8 +296,7 @@ def backward(
     with torch.no_grad(), plain_arithmetic(q.device.type):
         r = Rounder(n, seed, q.device)
         head, shape, group = q.shape[:2], (*q.shape[:3], k.shape[2]), q.shape[1] // k.shape[1]
-        k, v = repeat_heads(k, group), repeat_heads(v, group)
-        q, k, v = r.input(q, "inputs.q"), r.input(k, "inputs.k"), r.input(v, "inputs.v")
+        q, k, v = _inputs(r, q, k, v)
         dO = r.input(dout, "inputs.dO")
         parts = None if mask is None else _mask_parts(mask, shape, q.dtype)
         S = _scores(r, q, k, causal, scale, parts)

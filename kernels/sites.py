@@ -82,9 +82,9 @@ def exp_in_place(x: Tensor) -> Tensor:
     return torch.threshold_(x.clamp_(min=_LOWEST).exp_(), _TINY, 0.0)
 
 
-def repeat_heads(x: Tensor, group: int) -> Tensor:
+def repeat_heads(x: Tensor, group: int, dim: int = 1) -> Tensor:
     """[B, Hkv, T, D] to [B, Hkv * group, T, D]: one key head serves `group` query heads."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+    return x if group == 1 else x.repeat_interleave(group, dim=dim)
 
 
 def scaled_product(a: Tensor, b: Tensor, alpha: float, addend: Tensor | None = None) -> Tensor:

@@ -149,6 +149,8 @@ def test_zero_lengths_give_empty_or_zero_results(shape):
         (dict(numerics="papr"), "did you mean 'paper'"),
         (dict(backend="cuda"), "unknown backend 'cuda'"),
         (dict(mask=torch.zeros(9, 9).long()), "additive float"),
+        (dict(mask=torch.zeros(3, 9, 9)), "does not broadcast"),
+        (dict(numerics=None), "numerics is a NoneType"),
         (dict(mask=torch.zeros(9, 9, requires_grad=True)), "mask.detach"),
         (dict(numerics=["exact", "exact,compute=fp64"] * 2), "share `compute`"),
     ],
@@ -190,7 +192,9 @@ def test_equal_numerics_per_head_are_the_same_as_one():
     q, k, v = _qkv(grad=False)
     a = attention(q, k, v, numerics="paper,output=bf16:stochastic", seed=3)
     b = attention(q, k, v, numerics=["paper,output=bf16:stochastic"] * 4, seed=3)
-    assert torch.equal(a, b)
+    mixed = ["paper,output=bf16:stochastic", paper().at(output="bf16:stochastic")] * 2
+    c = attention(q, k, v, numerics=mixed, seed=3)
+    assert torch.equal(a, b) and torch.equal(a, c)
 
 
 def test_grouped_heads_equal_repeated_ones():
@@ -204,6 +208,14 @@ def test_grouped_heads_equal_repeated_ones():
     gk, gv = torch.autograd.grad(repeated, wide, dout)
     for mine, theirs in zip(grads[1:], (gk, gv)):
         torch.testing.assert_close(mine, theirs.unflatten(1, (2, 2)).sum(2))
+
+
+def test_stochastic_inputs_round_a_shared_key_head_once():
+    q, k, v = _qkv(B=1, H=2, Hkv=1, grad=False)
+    q[:, 1] = q[:, 0].bfloat16()
+    q[:, 0] = q[:, 1]  # on the grid, so that only k and v draw
+    out = attention(q, k, v, numerics="exact,inputs=bf16:stochastic", seed=4)
+    assert torch.equal(out[:, 0], out[:, 1])
 
 
 # -- probes and seeds -----------------------------------------------------------------------------
