@@ -195,7 +195,7 @@ def test_fp32_is_true_fp32(head_dim, parity_table):
     q, k, v, dO = parity.inputs(
         (1, 2, 2, 96, 96, head_dim, head_dim), kind="gaussian", dtype=torch.float32, device="cuda"
     )
-    q, k = 4 * q, 4 * k * math.sqrt(8 / math.sqrt(head_dim))
+    q, k = 2 * q, 2.5 * k * math.sqrt(64 / head_dim)
     n = parse_numerics("exact")
     got = parity.run(kernels_under_test, n, (q, k, v, dO), causal=True, scale=1 / 8)
     truth, _ = _oracle_forward(q, k, v)
