@@ -203,7 +203,8 @@ _STYLES = ("-", "--", ":", "-.")
 def plot_arms(arms: Sequence[Arm], path: str | Path, *, at: int | None = None, twin=None) -> None:
     """A PNG: smoothed training loss above, the worst head's spectral norm below, all arms.
 
-    A cross marks where the rule called a failure, a circle an onset, a grey line the fork.
+    A fork is drawn from its own first step. A cross marks where the rule called a failure, a
+    circle an onset, a grey line the fork.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -219,12 +220,15 @@ def plot_arms(arms: Sequence[Arm], path: str | Path, *, at: int | None = None, t
             linewidth=1.4,
         )
         metrics = arm.metrics
+        first = arm.run.parent.step if arm.run.parent else 0
         steps, losses = series(metrics, "train_loss")
         curve = smooth(steps, losses)
-        above.plot(steps, curve, label=f"{arm.name}: {outcome}", **look)
+        own = steps >= first
+        above.plot(steps[own], curve[own], label=f"{arm.name}: {outcome}", **look)
         probed, norms = series(metrics, "spectral_norm_q")
         if len(probed):
-            below.plot(probed, worst_head(norms)[0], **look)
+            own = probed >= first
+            below.plot(probed[own], worst_head(norms)[0][own], **look)
         _mark(above, steps, curve, outcome.failed_step, "x", look["color"])
         _mark(above, steps, curve, outcome.onset_step, "o", look["color"])
     if at is not None:

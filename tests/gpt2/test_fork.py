@@ -7,9 +7,19 @@ import pytest
 from trainer_helpers import tiny, write_corpus
 
 from gpt2 import fork as forks
-from gpt2.analysis import Arm, ancestor, format_table, full_metrics, joined, judge, outcome_rows
+from gpt2.analysis import (
+    Arm,
+    ancestor,
+    format_table,
+    full_metrics,
+    joined,
+    judge,
+    outcome_rows,
+    summarize_arms,
+)
 from gpt2.data import load_corpus
 from gpt2.fork import ForkError, fork, fork_many, identical_losses, parse_arm, plan
+from gpt2.outcomes import Outcome
 from gpt2.runs import Run, RunStore
 from gpt2.train import train
 
@@ -202,6 +212,16 @@ def test_arms_are_judged_together_against_a_twin():
     assert outcomes[2].onset_step == 900
     with pytest.raises(ValueError, match="no arm is named 'nobody'"):
         judge(arms, "nobody")
+
+
+def test_seeds_of_an_arm_are_put_together_and_few_of_them_are_only_observed():
+    low = [Outcome("diverged", s, diverged_step=s) for s in (900, 1100, 1000, 1300, 1200)]
+    high = [Outcome("healthy", 2000, held_out_loss=1.5) for _ in range(5)]
+    rows = summarize_arms({"low": low, "high": high})
+    assert [r["label"] for r in rows] == ["verdict", "verdict"]
+    assert rows[0]["failed_steps"] == [900, 1000, 1100, 1200, 1300]
+    assert rows[0]["median_failed_step"] == 1100 and rows[1]["held_out_mean"] == 1.5
+    assert {r["label"] for r in summarize_arms({"low": low, "high": high[:4]})} == {"observed"}
 
 
 @pytest.mark.parametrize(
