@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from IPython.display import Markdown
 from torch import Tensor
 
 from kernels.attention import attention
@@ -72,6 +71,14 @@ def tied_rows(
     ones = torch.ones(sets, rows, tied, dtype=torch.float64)
     p = round_to(torch.cat([ones, last], -1) * scale, fmt)
     return TiedRows(p, -n.double() * (2 / steps), fmt)
+
+
+def offset_values(rows: TiedRows, offset: float) -> TiedRows:
+    """The same rows with every value moved by `offset`, onto the format's grid.
+
+    Weights of a row sum to l, so in exact arithmetic O moves by the offset and nothing else does.
+    """
+    return TiedRows(rows.p, round_to(rows.v + offset, rows.fmt), rows.fmt)
 
 
 class StoredError(NamedTuple):
@@ -210,18 +217,9 @@ def attention_kinds() -> dict:
     }
 
 
-# -- words and tables -----------------------------------------------------------------------------
-
-
 def plus_minus(found: SignedMean) -> str:
     """'+0.2490 ± 0.0010': the mean to the digits of its standard error."""
     if not found.stderr > 0:
         return f"{found.mean:+.4g}"
     digits = min(max(1 - math.floor(math.log10(found.stderr)), 0), 9)
     return f"{found.mean:+.{digits}f} ± {found.stderr:.{digits}f}"
-
-
-def markdown_table(header: list[str], lines: list[list[str]]) -> Markdown:
-    """A Markdown table for display."""
-    rows = [header, ["---"] * len(header), *lines]
-    return Markdown("\n".join("| " + " | ".join(map(str, line)) + " |" for line in rows))

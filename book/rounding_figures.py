@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from kernels.forensics import bias_law, simulate_bias
+from kernels.forensics import RoundingTrace, bias_law, simulate_bias
 from kernels.formats import FORMATS
 
 from .captions import DASHES, INK, PALETTE, styled, subplots
+from .head_statistics import Moment
 
 MARKERS = "osD^vP"
 ULP_LABEL = "signed error (ulp)"
@@ -138,4 +141,120 @@ def left_in_output(found: Mapping[str, Mapping[float, object]], law: Mapping[flo
         xlabel="largest weight of the third key",
         ylabel="share of the square",
     )
+    return figure
+
+
+# -- captured heads -------------------------------------------------------------------------------
+
+READINGS = {"prefix_round_once": "rounded once at the end", "running": "rounded each time"}
+
+
+@styled
+def trace_figure(trace: RoundingTrace, title: str, *, around: int = 5) -> Figure:
+    """The paper's Fig. 6 for one row and feature: weights and values, cumulative error, a zoom."""
+    figure, (values, error, zoom) = subplots(3, 1, height=2.3)
+    keys = range(len(trace))
+    ones = trace.ones.nonzero().flatten().tolist()
+    values.plot(keys, trace.v, ".", color=PALETTE[1], label="V")
+    values.axhline(0, color=INK, linewidth=0.6)
+    values.set(title=title, xlabel="key", ylabel="V")
+    weights = values.twinx()
+    weights.vlines(keys, 0, trace.p, color=PALETTE[0], linewidth=1.6)
+    weights.plot([], [], "-", color=PALETTE[0], label="P̄")
+    weights.set(ylim=(0, 1.08), ylabel="P̄")
+    weights.grid(False)
+    handles = values.get_legend_handles_labels()[0] + weights.get_legend_handles_labels()[0]
+    values.legend(handles, ["V", "P̄"], loc="upper left")
+    for place, (reading, label) in enumerate(READINGS.items()):
+        style = {"color": PALETTE[place], "linestyle": DASHES[place], "label": label}
+        error.step(keys, trace.error[reading], where="post", **style)
+    for key in ones:
+        error.axvline(key, color=INK, linewidth=0.8, linestyle=":")
+    error.axhline(0, color=INK, linewidth=0.6)
+    error.set(xlabel="key", ylabel="stored - exact")
+    error.set_title("Cumulative error of Ō (dotted: keys with P̄ = 1)")
+    error.legend(loc="best")
+    _zoom(zoom, trace, around)
+    return figure
+
+
+def _zoom(ax, trace: RoundingTrace, around: int) -> None:
+    """Exact and stored sums near the largest jump of the kernel's reading."""
+    centre = trace.largest(1)[0]
+    first, last = max(centre - around, 0), min(centre + around + 1, len(trace))
+    keys = range(first, last)
+    ax.plot(keys, trace.exact[first:last], "o-", ms=4, color=INK, label="exact sum")
+    for place, (reading, label) in enumerate(READINGS.items()):
+        style = {"color": PALETTE[place], "linestyle": DASHES[place], "marker": MARKERS[place]}
+        ax.plot(keys, trace.after[reading][first:last], ms=5, label=label, **style)
+    ax.set(xlabel="key", ylabel="Ō so far", title=f"Around the largest jump, key {centre}")
+    ax.legend(loc="best")
+
+
+@styled
+def moments_figure(series: Mapping[str, Sequence[Moment]]) -> Figure:
+    """Ties, absorption, ones, signs of V and the bias of delta's error over training steps."""
+    figure, axes = subplots(3, 2, height=2.2, sharex=True)
+    axes = axes.ravel()
+    for place, (label, moments) in enumerate(series.items()):
+        steps = [m.step for m in moments]
+        style = {"color": PALETTE[place], "linestyle": DASHES[place], "label": label}
+        axes[0].plot(steps, [m.spectral_norm for m in moments], **style)
+        axes[1].plot(steps, [m.tied for m in moments], **style)
+        axes[2].plot(steps, [m.absorbing for m in moments], **style)
+        axes[3].plot(steps, [m.ones for m in moments], **style)
+        means, bars = [m.bias.mean for m in moments], [2 * m.bias.stderr for m in moments]
+        error_style = style | {"marker": MARKERS[place], "ms": 3, "linewidth": 0.8}
+        axes[5].errorbar(steps, means, yerr=bars, capsize=1.5, elinewidth=0.8, **error_style)
+    signs = [m.signs for m in moments]
+    axes[4].fill_between(
+        steps,
+        [float(s.min()) for s in signs],
+        [float(s.max()) for s in signs],
+        color=PALETTE[5],
+        alpha=0.25,
+        linewidth=0,
+        label="least to most",
+    )
+    axes[4].plot(steps, [float(s.median()) for s in signs], color=PALETTE[5], label="median")
+    axes[4].axhline(0.5, color=INK, linewidth=0.6)
+    axes[4].legend()
+    titles = {
+        "Spectral norm of W_Q": "norm",
+        "Tied rows": "share of rows",
+        "Absorbing rows": "share of rows",
+        "Entries with P̄ = 1": "per row",
+        "Positive V, by feature": "share of keys",
+        "Mean error of δ": "in units of its rms",
+    }
+    for ax, (title, label) in zip(axes, titles.items()):
+        ax.set(title=title, ylabel=label)
+    axes[0].set_yscale("log")
+    axes[4].set(xlabel="step", ylim=(0, 1))
+    axes[5].axhline(0, color=INK, linewidth=0.6)
+    axes[5].set_xlabel("step")
+    figure.legend(*axes[5].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    return figure
+
+
+@styled
+def error_histogram(errors: Mapping[str, Tensor]) -> Figure:
+    """Distribution of delta's error in units of its rms, and its two tails folded together."""
+    figure, (whole, folded) = subplots(1, 2, height=2.6)
+    edges = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    centres = (edges[1:] + edges[:-1]) / 2
+    for place, (label, error) in enumerate(errors.items()):
+        density = torch.histogram(error, edges, density=True).hist
+        style = {"color": PALETTE[place], "linestyle": DASHES[place], "label": label}
+        whole.step(centres, density, where="mid", **style)
+        sizes = torch.linspace(0, 3, 31, dtype=torch.float64)
+        excess = [float((error > s).double().mean() - (error < -s).double().mean()) for s in sizes]
+        folded.plot(sizes, excess, **style)
+    whole.set(xlabel="error of δ / rms", ylabel="density", title="Distribution over rows")
+    whole.set_yscale("log")
+    folded.axhline(0, color=INK, linewidth=0.6)
+    folded.set(
+        xlabel="size s, in rms", ylabel="share above s, less below -s", title="Excess of one sign"
+    )
+    figure.legend(*whole.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return figure

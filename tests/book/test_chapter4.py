@@ -7,7 +7,6 @@ import pytest
 from book.chapter4 import (
     attention_kinds,
     crafted_rows,
-    markdown_table,
     plus_minus,
     read_back,
     site_table,
@@ -76,7 +75,6 @@ def test_site_table_tells_the_presets_apart():
     assert "1e-10" in table["l = rowsum(P̄)"][3]
 
 
-def test_numbers_and_tables_as_text():
+def test_numbers_as_text():
     assert plus_minus(SignedMean(0.24942, 0.00095, 10)) == "+0.24942 ± 0.00095"
     assert plus_minus(SignedMean(-1.5, math.nan, 1)) == "-1.5"
-    assert markdown_table(["a", "b"], [["1", 2]]).data == "| a | b |\n| --- | --- |\n| 1 | 2 |"
