@@ -22,7 +22,7 @@ from kernels.forensics import (
     delta_error,
     pieces,
 )
-from kernels.forensics.delta import twin_outputs
+from kernels.forensics.delta import CAUSES, row_causes, twin_outputs
 from kernels.forensics.pieces import Setting
 from kernels.numerics import Numerics, parse_numerics
 from kernels.rounding import round_to, ulp
@@ -83,11 +83,13 @@ def standardised(series: Iterable[Captured], numerics=None) -> Tensor:
     return torch.cat(parts)
 
 
-def attribution(delta: DeltaMeasurement) -> list[list[str]]:
-    """Lines of a table: part, rows, mean in rms, share of the sum with its interval, of squares.
+def attribution(head: Head, numerics: Numerics | str, delta: DeltaMeasurement) -> list[list[str]]:
+    """Lines of a table: part, rows, mean in rms, share of the sum with its interval, of squares,
+    and for kinds of rows the bias of O in ulps.
 
     Where the whole sum is within two standard errors of zero its shares mean nothing: "-".
     """
+    bias = output_bias(head, numerics)
     lines = [["all rows", f"{delta.error.numel():,}", told(delta.mean, delta.rms), "100%", "100%"]]
     off_zero = abs(delta.mean.z) > 2
     for kind, parts in (("rows", delta.causes), ("site", delta.twin_sites)):
@@ -97,7 +99,24 @@ def attribution(delta: DeltaMeasurement) -> list[list[str]]:
             share = f"{part.share:.0%} [{part.low:.0%}, {part.high:.0%}]"
             share = share if part.rows and off_zero else "-"
             lines.append([label, f"{part.rows:,}", mean, share, f"{part.energy:.0%}"])
+    for line in lines:
+        found = bias.get(line[0].removesuffix(" rows"))
+        line.append(plus_minus(found) if found and found.n > 1 else "-")
     return lines
+
+
+def output_bias(head: Head, numerics: Numerics | str) -> dict[str, SignedMean]:
+    """Signed error of the stored O in ulps, away from zero positive: all rows, and by cause."""
+    setting = Setting.of(head, numerics, True, None, 0)
+    result, low, high = twin_outputs(head, setting)
+    cause, _ = row_causes(head, setting, result)
+    error = (low - high) / ulp(high, setting.numerics.output.format) * torch.sign(high)
+    per_row = error.mean(-1)
+    labels = torch.arange(per_row.shape[0])[:, None].expand_as(per_row)
+    found = {"all": clustered_mean(per_row, labels)}
+    for index, name in enumerate(CAUSES):
+        found[name] = clustered_mean(per_row[cause == index], labels[cause == index])
+    return found
 
 
 def told(mean: SignedMean, rms: float) -> str:
@@ -125,8 +144,8 @@ class Readings(NamedTuple):
     rms_each: float
 
 
-def both_readings(head: Head, numerics: Numerics | str) -> Readings:
-    """All of O_bar by both readings of the paper, summed key by key in fp32."""
+def both_sums(head: Head, numerics: Numerics | str) -> tuple[Tensor, Tensor, Tensor]:
+    """O_bar [N, T, Dv] rounded once, rounded after each addition (fp32, key by key), and exact."""
     setting = Setting.of(head, numerics, True, None, 0)
     n = setting.numerics
     m = pieces.forward(head, setting).m.squeeze(1).unsqueeze(-1)
@@ -138,9 +157,14 @@ def both_readings(head: Head, numerics: Numerics | str) -> Readings:
         term = p[:, :, key, None] * v[:, None, key]
         once += term
         each = round_to(each + term, fmt)
-    once, exact = round_to(once, fmt), p.double() @ v.double()
+    return round_to(once, fmt), each, p.double() @ v.double()
+
+
+def both_readings(head: Head, numerics: Numerics | str) -> Readings:
+    """All of O_bar by both readings of the paper."""
+    once, each, exact = both_sums(head, numerics)
     rms = [float((x.double() - exact).square().mean().sqrt()) for x in (once, each)]
-    labels = torch.arange(v.shape[0])[:, None, None].expand_as(exact)
+    labels = torch.arange(exact.shape[0])[:, None, None].expand_as(exact)
     away = [
         in_rms(clustered_mean(x.double().abs() - exact.abs(), labels), rms[0])
         for x in (once, each)

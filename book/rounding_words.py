@@ -82,9 +82,8 @@ def what_you_saw(
 
 def _off_zero(delta: DeltaMeasurement) -> str:
     z = delta.mean.z
-    if abs(z) < 2:
-        return f"{z:+.1f} standard errors: no bias seen"
-    return f"{z:+.1f} standard errors: a bias"
+    words = "no bias seen" if abs(z) < 2 else "a hint of a bias" if abs(z) < 4 else "a bias"
+    return f"{z:+.1f} standard errors: {words}"
 
 
 def _causes(delta: DeltaMeasurement) -> str:
