@@ -72,7 +72,7 @@ def save_checkpoint(
     sums = {}
     for name, tensors in (("model", model), ("optimizer", optimizer)):
         file = temporary / f"{name}.safetensors"
-        plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+        plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
         save_file(plain, file, metadata={"format": "pt"})
         sums[file.name] = _sha256(file)
         _sync(file)
@@ -203,6 +203,16 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(data, dict) or not all(isinstance(v, Tensor) for v in data.values()):
         raise CheckpointError(f"{path} holds no dictionary of tensors")
     return data
+
+
+def weights_sha256(path: str | Path) -> str:
+    """A hash of the tensors that `read_weights` finds, names included."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(strip_prefixes(read_weights(path)).items()):
+        plain = tensor.detach().float().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        digest.update(plain.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -210,7 +210,9 @@ class Trainer:
                 verdict = self.flush()
                 if verdict:
                     return verdict
-            self._stop_if_asked()
+            verdict = self._stop_if_asked()
+            if verdict:
+                return verdict
         verdict = self.flush()
         if verdict:
             return verdict
@@ -234,21 +236,22 @@ class Trainer:
             self._evaluate(step)
         return None
 
-    def _stop_if_asked(self) -> None:
-        """Alone: at any step. In a group: together, at a flush."""
+    def _stop_if_asked(self) -> str | None:
+        """Alone: at any step. In a group: together, at a flush. A verdict comes before a stop."""
         if self.group.world > 1 and self._pending:
-            return
+            return None
         reason = self.should_stop()
         if self.group.world > 1:
             asked = torch.tensor(float(reason is not None), device=self.device)
             if self.group.max_(asked).item():
                 reason = reason or "another process was asked to stop"
         if reason is None:
-            return
+            return None
         verdict = self.flush()
         if verdict is None:
             self.save()
             raise Stopped(self.step, reason)
+        return verdict
 
     def flush(self) -> str | None:
         """Read the pending losses, apply the divergence rule, write rows. The verdict, if any."""
@@ -362,20 +365,20 @@ class Trainer:
             return None
         return self._pause_clock(self._save)
 
-    def _save(self) -> Path:
+    def snapshot(self) -> Checkpoint:
+        """The state after `self.step` updates; tensors are the live ones, not copies."""
         state = {
             "tracker": self.tracker.to_dict(),
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
             "world_size": self.group.world,
         }
-        path = save_checkpoint(
-            self.run_dir,
-            self.step,
-            dict(self.model.named_parameters()),
-            self.optimizers.state_tensors(),
-            state,
-        )
+        weights = {k: v.detach() for k, v in self.model.named_parameters()}
+        return Checkpoint(self.step, self.run_dir, weights, self.optimizers.state_tensors(), state)
+
+    def _save(self) -> Path:
+        now = self.snapshot()
+        path = save_checkpoint(self.run_dir, now.step, now.model, now.optimizer, now.state)
         prune(self.run_dir, self.config.keep_checkpoints, self.tracker.above_since)
         return path
 

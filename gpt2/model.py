@@ -247,10 +247,12 @@ class GPT(nn.Module):
     def compile_trunk(self, **options) -> None:
         """Run the blocks through torch.compile while training (taps and evaluation stay eager).
 
-        The embedding stays outside: its eager gradient sums in a fixed order on a GPU, a compiled
-        one with atomics would not, and a resumed run would differ in the last bits.
+        Fused kernels keep every bf16 rounding that separate ones would make. The embedding stays
+        outside: its eager gradient sums in a fixed order on a GPU, a compiled one with atomics
+        would not, and a resumed run would differ in the last bits.
         """
-        self._trunk = torch.compile(self.blocks, dynamic=False, **options)
+        options = {"emulate_precision_casts": True, **options}
+        self._trunk = torch.compile(self.blocks, dynamic=False, options=options)
 
     def eager_trunk(self) -> None:
         self._trunk = self.blocks

@@ -42,11 +42,26 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Parent:
-    """Where a fork starts: a checkpoint of another run, after `step` updates."""
+    """Where a fork starts: a checkpoint of another run, after `step` updates.
+
+    `Parent.from_weights(path)` is a start from given weights (ours, Hugging Face's or nanoGPT's
+    GPT-2) at step 0, with a fresh optimiser.
+    """
 
     run_id: str
     step: int
     checkpoint: str
+
+    @classmethod
+    def from_weights(cls, path: str | Path) -> Parent:
+        """Raises CheckpointError for a file that holds no plain tensors."""
+        from .checkpoint import weights_sha256
+
+        return cls(f"weights:{weights_sha256(path)[:12]}", 0, str(path))
+
+    @property
+    def weights_only(self) -> bool:
+        return self.run_id.startswith("weights:")
 
     def identity(self) -> dict:
         return {"run_id": self.run_id, "step": self.step}
@@ -72,6 +87,8 @@ class RunStore:
     def path(self, config: RunConfig, corpus_sha: str, parent: Parent | None = None) -> Path:
         words = re.sub(r"[^A-Za-z0-9_.]+", "-", config.attention.replace("=", "")).strip("-")[:48]
         fork = f"-from{parent.step}" if parent else ""
+        if parent and parent.weights_only:
+            fork = "-" + parent.run_id.replace(":", "")
         name = f"{config.preset}-{words}-i{config.init_seed}-o{config.order_seed}{fork}"
         return self.root / f"{name}-{run_id(config, corpus_sha, parent)}"
 

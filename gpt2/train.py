@@ -20,7 +20,14 @@ from pathlib import Path
 import torch
 
 from . import hardware
-from .checkpoint import CheckpointError, load_checkpoint, load_newest
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    load_newest,
+    load_weights,
+    read_weights,
+)
 from .config import ConfigParser, RunConfig, add_arguments, config_from_args
 from .data import load_corpus
 from .distributed import LOST_EXIT_CODE, Group, Watchdog, join
@@ -50,8 +57,9 @@ def train(
     """Train the run that `config` describes and return it, read from its folder.
 
     A run that has ended is loaded; one that was interrupted continues from its newest checkpoint.
-    parent: start from that checkpoint of another run (a fork). max_steps: stop after so many
-    updates with a checkpoint and status `interrupted`; the run's identity does not change.
+    parent: start from that checkpoint of another run (a fork) or from weights.
+    max_steps: stop after so many updates with a checkpoint and status `interrupted`; the run's
+    identity does not change.
     threads: CPU threads; by default 1 for small models on a CPU. corpus: if loaded already.
     should_stop: asked after every step; a reason (text) stops the run, saved.
     Under torchrun all processes call this together.
@@ -214,7 +222,7 @@ class _Session:
             config, self.corpus, self.device, group, self.path, self.writer
         )
         trainer.should_stop = lambda: request.reason or self.should_stop()
-        trainer.restore(self._starting_point() if group.writer else None)
+        trainer.restore(self._starting_point(trainer) if group.writer else None)
         if self.writer:
             self.writer.rewind(trainer.step)
         self._status("running")
@@ -229,11 +237,14 @@ class _Session:
             trainer.end_probes(verdict)
         self._finish(verdict, bar)
 
-    def _starting_point(self):
+    def _starting_point(self, trainer: Trainer) -> Checkpoint | None:
         """The checkpoint to start from: this run's newest, else the parent's, else none."""
         own = load_newest(self.path, self.device)
         if own is not None or self.parent is None:
             return own
+        if self.parent.weights_only:
+            load_weights(trainer.model, read_weights(self.parent.checkpoint))
+            return trainer.snapshot()
         found = load_checkpoint(self.parent.checkpoint, self.device)
         if found.step != self.parent.step:
             raise CheckpointError(
@@ -323,6 +334,9 @@ def parser() -> ConfigParser:
     group.add_argument("--store", default="runs", metavar="DIR", help="where runs lie (runs)")
     group.add_argument("--data", default="data", metavar="DIR", help="corpus cache (data)")
     group.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
+    group.add_argument(
+        "--weights", metavar="PATH", help="start from these GPT-2 weights (ours, HF, nanoGPT)"
+    )
     group.add_argument("--stop_at", type=int, metavar="STEP", help="save and stop there")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--quiet", action="store_true", help="no progress")
@@ -339,6 +353,7 @@ def main(argv: list[str] | None = None) -> int:
             run = resume(args.resume, **common)
         else:
             config = config_from_args(args)
+            common["parent"] = Parent.from_weights(args.weights) if args.weights else None
             run = train(config, store=RunStore(args.store), max_steps=args.stop_at, **common)
     except KeyboardInterrupt as stop:
         print(str(stop) or "stopped", file=sys.stderr)

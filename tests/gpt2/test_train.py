@@ -11,7 +11,8 @@ from trainer_helpers import tiny, write_corpus
 from gpt2.data import load_corpus
 from gpt2.loop import Trainer, mix
 from gpt2.outcomes import series
-from gpt2.runs import Run, RunStore
+from gpt2.progress import Progress
+from gpt2.runs import Parent, Run, RunStore
 from gpt2.train import main, train
 
 
@@ -222,3 +223,25 @@ def test_run_repr_and_find(place):
     store = RunStore(place[1] / "runs")
     assert store.find(run.id[:8]).path == run.path
     assert "finished" in repr(Run(run.path))
+
+
+def test_training_starts_from_given_weights(place, tmp_path):
+    first = go(place)
+    weights = first.checkpoints()[-1][1] / "model.safetensors"
+    config = tiny(place[0], init_seed=9)
+    parent = Parent.from_weights(weights)
+    store = RunStore(place[1] / "runs")
+    run = train(config, store=store, parent=parent, cache_dir=place[1] / "data", progress=False)
+    held_out = series(run.metrics(), "held_out_loss")[1]
+    assert held_out[0] == series(first.metrics(), "held_out_loss")[1][-1]
+    assert run.id != go(place, init_seed=9).id
+
+
+def test_progress_is_a_few_plain_lines_away_from_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("gpt2.progress.SECONDS", 0.0)
+    bar = Progress(5000, 0, enabled=True)
+    for step in range(1, 5001):
+        bar.update(step, "loss 1.0")
+    bar.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert 10 <= len(lines) <= 25 and lines[-1].startswith("step 5000/5000")
