@@ -97,6 +97,7 @@ def execute(
     command = [sys.executable, "-m", "papermill", str(chapter.path), str(partial)]
     command += ["--no-progress-bar", "--log-level", "WARNING", "--kernel", "python3"]
     command += ["--language", "python"]
+    command += ["--start-timeout", "180"]  # a busy machine starts a kernel slowly
     command += ["--execution-timeout", str(limits.cell), "--cwd", str(root)]
     command += ["--parameters_yaml", yaml.safe_dump(parameters)]
     start = time.monotonic()
