@@ -50,12 +50,6 @@ class Chapter:
         except Exception as error:
             raise BuildError(f"{self.path} is not a readable notebook: {error}") from None
 
-    def title(self) -> str:
-        for cell in self.read().cells:
-            if match := re.search(r"^#\s+(.+)$", cell.source, re.MULTILINE):
-                return match[1].strip()
-        return self.name
-
     def parameters(self) -> list[str]:
         """Names assigned in the cell tagged `parameters`; BuildError unless there is one cell."""
         cells = [c for c in self.read().cells if "parameters" in c.metadata.get("tags", ())]
