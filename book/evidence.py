@@ -270,8 +270,7 @@ class Archive:
     def source(self) -> str:
         """One phrase for captions."""
         p = self.provenance
-        machine = p.get("gpu") or p.get("cpu")
-        return f"archived: {machine}, preset {p['preset']}, {p['date']}, code {p['code'][:12]}"
+        return f"archived: {p['machine']}, preset {p['preset']}, {p['date']}, code {p['code']}"
 
 
 def machine_name() -> str:
@@ -289,19 +288,21 @@ def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
     environments = [run.info["environment"] for run in runs]
     first = environments[0] if environments else {}
     corpora = {run.info["corpus"].get("sha256") for run in runs}
+    cpu = first.get("cpu") or platform.processor() or platform.machine()
     return {
+        "machine": first.get("gpu") or f"{first.get('cores')}-core {cpu}",
         "gpu": first.get("gpu"),
         "driver": first.get("driver"),
-        "cpu": first.get("cpu") or platform.processor() or platform.machine(),
+        "cpu": cpu,
         "cores": first.get("cores"),
         "torch": first.get("torch"),
         "triton": first.get("triton"),
         "python": first.get("python"),
         "commit": first.get("commit"),
-        "code": first.get("code", ""),
+        "code": first.get("code", "")[:12],
         "preset": preset,
-        "corpus": sorted(c for c in corpora if c),
-        "corpus_name": sorted({run.config.corpus for run in runs}),
+        "corpus": ", ".join(sorted({run.config.corpus for run in runs})),
+        "corpus_sha256": sorted(c for c in corpora if c),
         "seeds": sorted({run.config.init_seed for run in runs}),
         "date": datetime.date.today().isoformat(),
         "duration_s": round(sum(run.state.get("duration_s") or 0.0 for run in runs), 1),
@@ -317,13 +318,18 @@ def write_archive(
         "experiment": experiment.name,
         "question": experiment.question,
         "complete": len(runs) >= len(experiment.arms) * len(experiment.seeds),
-        "provenance": provenance(
-            runs.values(), preset, f"python -m book.evidence {experiment.name} --preset {preset}"
-        ),
-        "rows": collect(experiment, runs),
     }
+    command = f"python -m book.evidence {experiment.name} --preset {preset}"
+    return save_archive(told, collect(experiment, runs), runs.values(), preset, command, folder)
+
+
+def save_archive(
+    told: dict, rows: list[dict], runs: Iterable[Run], preset: str, command: str, folder: Path
+) -> Path:
+    """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows."""
+    told = told | {"provenance": provenance(runs, preset, command), "rows": rows}
     date = told["provenance"]["date"]
-    path = folder / experiment.name / f"{machine_name()}-{preset}-{date}.json"
+    path = folder / told["experiment"] / f"{machine_name()}-{preset}-{date}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n")

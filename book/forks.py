@@ -23,12 +23,13 @@ Heads = dict[int, tuple[int, ...]]  # layer -> heads
 
 
 def fork_step(parent: Run, at: int | float) -> int:
-    """A step as it is; a share below 1 at a checkpoint of the parent, before it failed."""
+    """A step as it is; a share below 1 at the nearest checkpoint of the parent, if any."""
     if isinstance(at, int):
         return at
-    exact = at * (parent.outcome.failed_step or parent.step)
+    steps = parent.outcome.failed_step or parent.step
     interval = parent.config.checkpoint_interval
-    return max(1, int(exact // interval * interval or exact))
+    nearest = round(at * steps / interval) * interval
+    return nearest if 0 < nearest < steps else max(1, int(at * steps))
 
 
 def fork_end(parent: Run, until: float | None) -> int:

@@ -57,7 +57,8 @@ def test_two_layers_make_one_arm_of_low_precision_here_and_fp32_there():
 
 def test_forks_start_at_a_checkpoint_before_the_failure_and_end_well_after_it():
     run = parent_run(failed=2_038)
-    assert fork_step(run, 0.25) == 500 and fork_step(run, 0.5) == 1_000
+    assert fork_step(run, 0.25) == fork_step(parent_run(failed=1_993), 0.25) == 500
+    assert fork_step(run, 0.5) == 1_000
     assert fork_step(run, 777) == 777
     assert fork_step(parent_run(failed=800), 0.25) == 200  # no checkpoint so early
     assert fork_end(run, 1.5) == 3_100

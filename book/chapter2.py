@@ -1,0 +1,275 @@
+"""Words, comparisons and the layer search of chapter 2, made from records of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from IPython.display import Markdown
+
+from gpt2.ddmin import Trace, minimise
+from gpt2.fork import fork, identical_losses
+from gpt2.runs import Run
+from kernels.numerics import ScopedNumerics
+
+from .evidence import Archive, head_curves
+from .experiments import Experiment
+from .forks import fork_end, fork_step
+from .isolation_figures import FAILED, by_arm, head_values, layer_means, worst_layer
+from .tables import markdown_table, number, step_text
+
+# What section 3.2 of the paper reports for GPT-2 small with bf16 flash attention; its layers 1 to
+# 12 are our 0 to 11, so its second layer is layer 1 here. True: training failed.
+PAPER = {
+    "no change": True,
+    "no tiling": True,
+    "low precision in layer 1 only": True,
+    "fp32 in layer 1 only": False,
+    "delta from dP and P": False,
+    "delta from an O in fp32": False,
+    "O_bar and O in fp32": False,
+    "the outlier heads in fp32": False,
+}
+
+
+# -- what is run ----------------------------------------------------------------------------------
+
+
+def arms_table(experiment: Experiment) -> Markdown:
+    """Every intervention: its kind, label, numerics, and what comes to the same numbers."""
+    lines = []
+    for arm in experiment.arms:
+        also = "; ".join(arm.also) or "-"
+        lines.append([arm.group, arm.label, f"`{arm.attention}`", also])
+    return markdown_table(["kind", "intervention", "attention", "the same numbers"], lines)
+
+
+def control_words(experiment: Experiment, runs: Mapping, seed: int) -> Markdown:
+    """Whether the unchanged fork repeats its parent bit for bit and fp32 throughout lives."""
+    parent, same, exact = (runs[name, seed] for name in (experiment.parent, "same", "exact"))
+    repeats = identical_losses(parent, same)
+    told = [
+        f"The unchanged fork starts at step {same.parent.step:,}. Its training losses are "
+        + ("those of its parent, bit for bit" if repeats else "**not** those of its parent")
+        + f". Parent: {parent.outcome}. Fork: {same.outcome}.",
+        f"Everything in fp32 from the same step: {exact.outcome}.",
+    ]
+    ends = same.outcome.failed_step
+    if ends is not None and repeats and not exact.outcome.failed:
+        told.append(
+            "Both controls hold, so a fork that lives differs from one that dies by its change."
+        )
+    else:
+        told.append("**The controls do not hold here, so the forks below decide nothing.**")
+    return Markdown("\n".join(f"- {sentence}" for sentence in told))
+
+
+# -- the search over layers -----------------------------------------------------------------------
+
+
+def search_layers(
+    experiment: Experiment, runs: Mapping, seed: int, *, budget: int = 0, **options
+) -> Trace:
+    """Delta debugging with a layer's whole attention as the unit, answered by forks on hand.
+
+    A set of layers in fp32 that some arm has run is looked up; for others at most `budget` forks
+    are trained (options of `gpt2.fork.fork`). With two layers the arms answer every question.
+    """
+    parent = runs[experiment.parent, seed]
+    config = parent.config
+    known = {
+        _numbers(run.config.attention, config): run for (_, s), run in runs.items() if s == seed
+    }
+    known[_numbers(config.attention, config)] = parent
+    at = fork_step(parent, next(a.at for a in experiment.arms if a.at is not None))
+    left = budget
+
+    def is_stable(layers: tuple[str, ...]) -> tuple[bool, dict]:
+        nonlocal left
+        text = "; ".join([config.attention, *(f"{layer} -> exact" for layer in layers)])
+        run = known.get(_numbers(text, config))
+        if run is None:
+            if left < 1:
+                raise _NotOnHand
+            left -= 1
+            until = fork_end(parent, experiment.until)
+            run = fork(parent, at, {"attention": text}, until=until, **options)
+        return not run.outcome.failed, {"outcome": run.outcome.to_dict()}
+
+    trace = Trace(tuple(f"L{i}" for i in range(config.n_layer)))
+    try:
+        return minimise(trace.units, is_stable, trace=trace)
+    except _NotOnHand:
+        trace.state = "budget"
+        stable = [q.units for q in trace.questions if q.answer]
+        trace.result = min(stable, key=len, default=None)
+        return trace
+
+
+class _NotOnHand(Exception):
+    pass
+
+
+def _numbers(attention: str, config) -> tuple:
+    scoped = ScopedNumerics.parse(attention)
+    return tuple(scoped.for_layer(i, config.n_head) for i in range(config.n_layer))
+
+
+def search_words(trace: Trace) -> str:
+    """The end of a search in a sentence."""
+    asked = f"{len(trace.questions)} questions"
+    units = ", ".join(trace.result or ()) or "nothing"
+    return {
+        "minimal": f"After {asked}: {units} in fp32 is enough, and no part of that set is.",
+        "unstable": "Not even all units in fp32 keep this run alive: the cause lies elsewhere.",
+        "needless": "The run lives without any change, so there is nothing to search for.",
+        "budget": f"The budget ended after {asked}; the smallest set so far: {units}.",
+    }.get(trace.state, f"The search is not at its end after {asked}.")
+
+
+def search_table(kept: Archive) -> Markdown:
+    """One line per archived search: seed, where it forked, questions, and what was enough."""
+    lines = []
+    for row in kept.rows:
+        trace = Trace.from_dict(row["trace"])
+        found = ", ".join(f"`{u}`" for u in trace.result or ()) or "nothing"
+        lines.append([row["seed"], f"{row['at']:,}", f"{row['until']:,}", len(trace.questions)])
+        lines[-1] += [trace.state, found]
+    header = ["seed", "forked at", "alive at", "questions", "state", "smallest set found"]
+    return markdown_table(header, lines)
+
+
+# -- before the onset -----------------------------------------------------------------------------
+
+
+def as_record(run: Run, names: Sequence[str]) -> dict:
+    """The per-head metrics of a run, as records of archives keep them."""
+    return {"heads": head_curves(run.metrics(), names)}
+
+
+def first_sign(rows: Sequence[Mapping], default: int) -> int:
+    """The step up to which nothing has shown: the earliest onset, else the earliest failure."""
+    steps = [r["onset_step"] or r["diverged_from"] or r["nonfinite_step"] for r in rows]
+    return min([s for s in steps if s is not None], default=default)
+
+
+def layer_findings(rows: Sequence[Mapping], names: Sequence[str], before: int) -> Markdown:
+    """Mean over heads of each metric per layer at the last common step up to `before`.
+
+    The last column says in how many of the runs the larger value is that of the layer named.
+    """
+    lines, layers = [], 0
+    for name in names:
+        steps, means = layer_means(rows, name, before)
+        last = means[:, -1, :]
+        layers = last.shape[1]
+        top = np.bincount(np.nanargmax(last, axis=1), minlength=layers)
+        told = f"layer {int(top.argmax())} in {int(top.max())} of {len(last)}"
+        values = [f"{x:.3g}" for x in np.nanmean(last, axis=0)]
+        lines.append([f"`{name}`", f"{steps[-1]:,}", *values, told])
+    header = ["metric", "step", *(f"layer {i}" for i in range(layers)), "largest in"]
+    return markdown_table(header, lines)
+
+
+# -- against the paper ----------------------------------------------------------------------------
+
+
+def paper_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markdown:
+    """The paper's interventions beside ours: failed or not, and whether the two agree."""
+    lines = [
+        [label, _word(paper), ours, agreement]
+        for label, paper, ours, agreement in paper_comparison(experiment, rows)
+    ]
+    return markdown_table(["intervention", "in the paper", "here", "agreement"], lines)
+
+
+def paper_comparison(
+    experiment: Experiment, rows: Sequence[Mapping]
+) -> list[tuple[str, bool, str, str]]:
+    """(label, the paper failed, what happened here, agreement) of every intervention in PAPER."""
+    arms = by_arm(rows)
+    names = {label: a.name for a in experiment.arms for label in (a.label, *a.also)}
+    if "the outlier heads in fp32" not in names:  # small models have one outlier head
+        names["the outlier heads in fp32"] = "heads_outliers"
+    out = []
+    for label, paper in PAPER.items():
+        mine = arms.get(names.get(label, ""), [])
+        failed = sum(row["kind"] in FAILED for row in mine)
+        if not mine:
+            out.append((label, paper, "not run", "-"))
+            continue
+        same = failed == (len(mine) if paper else 0)
+        word = "agrees" if same else "mixed" if 0 < failed < len(mine) else "**differs**"
+        out.append((label, paper, f"{failed} of {len(mine)} failed", word))
+    return out
+
+
+def _word(failed: bool) -> str:
+    return "fails" if failed else "stable"
+
+
+# -- what you saw ---------------------------------------------------------------------------------
+
+
+def what_you_saw(
+    experiment: Experiment, rows: Sequence[Mapping], kept: Archive | None, trace: Trace
+) -> Markdown:
+    """The chapter's findings as a list, every number from a record."""
+    told = [f"{_sentence(row)}." for row in rows]
+    told.append(f"The search over layers. {search_words(trace)}")
+    parent = [row for row in rows if row["arm"] == experiment.parent]
+    if parent and parent[0]["heads"].get("spectral_norm_q"):
+        _, values = head_values(parent[0], "spectral_norm_q")
+        layer = worst_layer(parent[0])
+        told.append(
+            f"The largest spectral norm of the failing run, {number(np.nanmax(values), 1)}, "
+            f"was reached in layer {layer} of layers 0 to {values.shape[1] - 1}."
+        )
+    if kept is not None:
+        told += archive_findings(kept.rows)
+    compared = paper_comparison(experiment, rows if kept is None else kept.rows)
+    other = [label for label, _, _, word in compared if word in ("**differs**", "mixed")]
+    told.append(
+        f"Not as in the paper: {'; '.join(other)}."
+        if other
+        else "Every intervention that was run here ended as the paper's did."
+    )
+    return Markdown("\n".join(f"- {sentence}" for sentence in told))
+
+
+def _sentence(row: Mapping) -> str:
+    loss = row["held_out_loss"]
+    end = "" if loss is None or row["kind"] in FAILED else f", held-out loss {number(loss)} nats"
+    return f"{row['label'][:1].upper()}{row['label'][1:]}: {step_text(row)}{end}"
+
+
+def archive_findings(rows: Sequence[Mapping]) -> list[str]:
+    """Which interventions always, never and sometimes prevented the failure, over all seeds."""
+    always, never, some = [], [], []
+    for mine in by_arm(rows).values():
+        failed = sum(row["kind"] in FAILED for row in mine)
+        label = mine[0]["label"]
+        if failed == 0:
+            always.append(label)
+        elif failed == len(mine):
+            never.append(label)
+        else:
+            some.append(f"{label} ({failed} of {len(mine)} failed)")
+    seeds = len({row["seed"] for row in rows})
+    groups = (("no run failed with", always), ("every run failed with", never))
+    groups += (("some failed with", some),)
+    return [
+        f"Archived, {seeds} seeds: {words}: {', '.join(found)}."
+        for words, found in groups
+        if found
+    ]
+
+
+def shorter(rows: Sequence[Mapping]) -> str:
+    """'no change: diverged at 2,038; ...' for descriptions of figures with several seeds."""
+    told = []
+    for mine in by_arm(rows).values():
+        failed = sum(row["kind"] in FAILED for row in mine)
+        ended = step_text(mine[0]) if len(mine) == 1 else f"{failed} of {len(mine)} failed"
+        told.append(f"{mine[0]['label']}: {ended}")
+    return "; ".join(told) + "."

@@ -1,0 +1,185 @@
+"""Chapter 2: words, comparisons, the search over layers, and figures, from made-up records."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from book import chapter2
+from book import isolation_figures as pictures
+from book.evidence import Archive
+from book.experiments import isolation
+from gpt2.config import make_config
+from gpt2.ddmin import Trace, minimise
+from gpt2.outcomes import Outcome
+
+LIVE = isolation("cpu")
+
+
+def row(name, seed=0, failed=None, experiment=LIVE):
+    """A record of an arm that fails at a step, or lives to 3,000."""
+    steps = np.arange(500, (failed or 3_000) + 1, 50)
+    loss = np.linspace(2.2, 3.4 if failed else 1.8, len(steps))
+    grown = np.full((len(steps), 2, 2), 6.0)
+    grown[:, 1, 0] = np.linspace(6, 40 if failed else 8, len(steps))
+    curve = {"step": steps.tolist(), "value": loss.tolist()}
+    heads = {"spectral_norm_q": {"step": steps.tolist(), "value": grown.tolist()}}
+    return {
+        "arm": name,
+        "label": experiment.arm(name).label,
+        "seed": seed,
+        "kind": "diverged" if failed else "healthy",
+        "diverged_step": failed,
+        "diverged_from": failed - 100 if failed else None,
+        "nonfinite_step": None,
+        "onset_step": None,
+        "steps": int(steps[-1]),
+        "held_out_loss": float(loss[-1]),
+        "worst_norm": float(grown.max()),
+        "worst_tie_rate": 0.0,
+        "curves": {"train_loss": curve},
+        "heads": heads if name == "low" else {},
+    }
+
+
+FAILS = {"low": 2_000, "same": 2_000, "tile_16": 2_100, "only_L1": 2_400, "site_output": 1_900}
+
+
+def table(seeds=(0, 1, 2, 3, 4), arms=None):
+    return [row(a, s, FAILS.get(a)) for s in seeds for a in arms or LIVE.arm_names]
+
+
+def words(figure):
+    return [t.get_text() for axis in figure.axes for t in axis.texts]
+
+
+def test_the_matrix_says_per_seed_what_happened_and_averages_only_what_lived():
+    rows = table(seeds=(0, 1), arms=["low", "exact", "only_L1"])
+    rows[5] = row("only_L1", 1)  # one of two seeds lives
+    told = words(pictures.intervention_matrix(rows))
+    assert told[:5] == ["2,000", "2,000", "-", "40.0", "0.00"]
+    assert told[5:10] == ["healthy", "healthy", "1.800", "8.0", "0.00"]
+    assert told[10:13] == ["2,400", "healthy", "1.800"]
+
+
+def test_small_multiples_show_every_fork_over_the_failing_run():
+    figure = pictures.loss_multiples(table(seeds=(0,), arms=["low", "same", "exact"]))
+    shown = [a for a in figure.axes if a.get_visible()]
+    assert len(shown) == 2 and [a.get_title(loc="left") for a in shown] == [
+        "no change",
+        "everything in fp32",
+    ]
+    markers = [line.get_marker() for line in shown[0].lines]
+    assert "x" in markers and "x" not in [line.get_marker() for line in shown[1].lines]
+
+
+def test_the_worst_layer_is_drawn_with_all_its_heads_and_the_grid_at_the_nearest_probe():
+    failing = row("low", failed=2_000)
+    assert pictures.worst_layer(failing) == 1
+    assert len(pictures.norms_of_layer(failing, 1).axes[0].lines) == 2
+    grid = pictures.head_grid(failing, "spectral_norm_q", 1_999)
+    assert words(grid)[:4] == ["6", "6", "40", "6"] and "step 1,999" in grid.axes[0].get_title(
+        loc="left"
+    )
+    with pytest.raises(ValueError, match="keeps no 'tie_rate' per head"):
+        pictures.head_grid(failing, "tie_rate", 0)
+
+
+def test_layers_of_runs_of_different_length_are_compared_at_the_same_steps():
+    short, long = row("low", failed=1_000), row("low", failed=2_000)
+    steps, means = pictures.layer_means([short, long], "spectral_norm_q", before=800)
+    assert steps.tolist() == list(range(500, 801, 50)) and means.shape == (2, len(steps), 2)
+    assert means[0, -1, 1] == pytest.approx((6 + 6 + 34 * 0.6) / 2)
+    assert means[1, -1, 1] == pytest.approx((6 + 6 + 34 * 0.2) / 2)
+    with pytest.raises(ValueError, match="no 'spectral_norm_q' was measured up to step 10"):
+        pictures.layer_means([short], "spectral_norm_q", before=10)
+    told = chapter2.layer_findings([short, long], ["spectral_norm_q"], 800).data
+    assert "layer 1 in 2 of 2" in told
+
+
+def fake_runs(failing_sets):
+    """Arms that fail where exactly these layers stay low; L0 and L1 in low precision: both."""
+    config = make_config("cpu")
+    low = LIVE.arm("low").attention
+    texts = {name: LIVE.arm(name).attention for name in ("exact", "only_L0", "only_L1")}
+    kept = {"low": (0, 1), "exact": (), "only_L0": (0,), "only_L1": (1,)}
+    runs = {}
+    for name, layers in kept.items():
+        fails = layers in failing_sets
+        outcome = Outcome("diverged" if fails else "stable", 2_000, 2_000 if fails else None)
+        attention = texts.get(name, low)
+        runs[name, 0] = SimpleNamespace(
+            config=config.at(attention=attention), outcome=outcome, step=2_000
+        )
+    return runs
+
+
+def test_with_two_layers_the_arms_answer_the_whole_search():
+    trace = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,)}), 0)
+    assert trace.state == "minimal" and trace.result == ("L1",)
+    assert "L1 in fp32 is enough" in chapter2.search_words(trace)
+    both = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,), (0,)}), 0)
+    assert both.result == ("L0", "L1")
+    lost = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,), ()}), 0)
+    assert lost.state == "unstable"
+
+
+def test_a_question_that_no_arm_answers_ends_a_search_without_budget():
+    runs = fake_runs({(0, 1), (1,)})
+    del runs["only_L1", 0], runs["only_L0", 0]
+    trace = chapter2.search_layers(LIVE, runs, 0)
+    assert trace.state == "budget" and trace.result == ("L0", "L1")
+
+
+def test_the_tree_draws_each_question_below_the_set_it_was_cut_from():
+    trace = minimise(["a@L0", "b@L0", "a@L1", "b@L1"], lambda units: "b@L1" in units)
+    figure = pictures.search_tree(trace)
+    told = words(figure)
+    assert len(told) == len(trace.questions) and told[0] == "1. all 4 units: lives"
+    bold = [t.get_text() for t in figure.axes[0].texts if t.get_fontweight() == "bold"]
+    assert len(bold) == 1 and "b@L1: lives" in bold[0]
+
+
+def test_the_paper_is_compared_by_intervention_even_where_arms_coincide():
+    found = {
+        label: (ours, word) for label, _, ours, word in chapter2.paper_comparison(LIVE, table())
+    }
+    assert found["no change"] == ("5 of 5 failed", "agrees")
+    assert found["fp32 in layer 1 only"] == ("0 of 5 failed", "agrees")  # low in layer 0 only
+    assert found["O_bar and O in fp32"][1] == "agrees"  # everything in fp32, here
+    assert found["the outlier heads in fp32"][0] == "0 of 5 failed"
+    missing = chapter2.paper_comparison(LIVE, table(arms=["low", "same"]))
+    assert ("delta from dP and P", False, "not run", "-") in missing
+    other = table()
+    other[LIVE.arm_names.index("delta_fp32")] = row("delta_fp32", 0, 2_000)
+    told = chapter2.paper_table(LIVE, other).data
+    assert "1 of 5 failed | mixed" in told
+
+
+def test_what_you_saw_counts_from_the_records():
+    rows = table(seeds=(0,), arms=["low", "same", "exact", "only_L0"])
+    kept = Archive(None, {}, table())
+    trace = Trace(("L0", "L1"), state="minimal", result=("L1",))
+    told = chapter2.what_you_saw(LIVE, rows, kept, trace).data
+    assert "Low precision: diverged at 2,000." in told
+    assert "Everything in fp32: healthy to 3,000, held-out loss 1.800 nats." in told
+    assert "Archived, 5 seeds: every run failed with: low precision, no change" in told
+    assert "was reached in layer 1 of layers 0 to 1" in told
+    assert "Every intervention that was run here ended as the paper's did." in told
+
+
+def test_the_controls_decide_whether_the_forks_mean_anything(monkeypatch):
+    runs = fake_runs({(0, 1), (1,)})
+    runs["same", 0] = runs["low", 0]
+    runs["same", 0].parent = SimpleNamespace(step=500)
+    monkeypatch.setattr(chapter2, "identical_losses", lambda a, b: True)
+    assert "Both controls hold" in chapter2.control_words(LIVE, runs, 0).data
+    monkeypatch.setattr(chapter2, "identical_losses", lambda a, b: False)
+    told = chapter2.control_words(LIVE, runs, 0).data
+    assert "**not** those of its parent" in told and "decide nothing" in told
+
+
+def test_the_first_sign_is_the_earliest_of_all_runs():
+    rows = [row("low", 0, 2_000), row("low", 1, 1_500) | {"onset_step": 900}]
+    assert chapter2.first_sign(rows, 7) == 900
+    assert chapter2.first_sign([row("exact")], 7) == 7
