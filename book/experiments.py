@@ -201,6 +201,8 @@ def _interventions(low: str, config: RunConfig) -> Iterable[tuple[str, str, str,
     yield "output", "forward_fp32", forward, "O_bar and O in fp32"
     for site, words in SITES.items():
         yield "site", f"site_{site}", f"{low},{site}=fp32", f"{words} in fp32"
+    backward = f"{low},backward_probabilities=fp32,grad_scores=fp32,gradients=fp32"
+    yield "site", "backward_fp32", backward, "operands of the backward pass in fp32"
     top = "the head of largest norm"
     if config.n_head > 3:
         yield "heads", "heads_top", f"{low}; {{top}} -> exact", f"{top} in fp32"
