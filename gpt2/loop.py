@@ -30,6 +30,7 @@ from .optim import Optimizers, learning_rate
 from .outcomes import OutcomeTracker
 from .probes import ProbeContext, Probes
 from .runs import RunWriter
+from .seeds import mix
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_ROWS = 50_000  # longer runs log every second, third... training loss
@@ -41,18 +42,6 @@ class Stopped(Exception):
     def __init__(self, step: int, reason: str):
         super().__init__(reason)
         self.step, self.reason = step, reason
-
-
-def mix(*numbers: int) -> int:
-    """A 63-bit seed from whole numbers, each of which changes all bits (splitmix64)."""
-    state = 0
-    for number in numbers:
-        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15
-        state &= 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
 
 
 def flush_interval(config: RunConfig, device: torch.device) -> int:

@@ -57,11 +57,12 @@ def newton_schulz(G: Tensor, steps: int = 5) -> Tensor:
     CPU. Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers".
     """
     a, b, c = NEWTON_SCHULZ
-    X = G.bfloat16() if G.is_cuda else G.float()
+    X = G.float()
+    X = X / (torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True) + 1e-7)
+    X = X.bfloat16() if G.is_cuda else X
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.mT
-    X = X / (torch.linalg.matrix_norm(X, keepdim=True) + 1e-7)
     for _ in range(steps):
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X

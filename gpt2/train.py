@@ -115,9 +115,17 @@ def _complete(path: Path, max_steps: int | None) -> bool:
 
 
 def _device(config: RunConfig, device_type: str, group: Group) -> torch.device:
+    """This process's device. Raises ValueError where the machine has none such."""
+    wanted = torch.device(device_type if config.device == "auto" else config.device)
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (wanted.index or 0) >= there.get(device_type, 1):
+        raise ValueError(
+            f"device={config.device}: PyTorch sees {there[device_type]} {device_type} devices here; "
+            "use device=auto or device=cpu"
+        )
     if device_type == "cuda" and group.world > 1:
         return torch.device("cuda", group.local_rank)
-    return torch.device(device_type if config.device == "auto" else config.device)
+    return wanted
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def test_a_memory_mapped_corpus_feeds_the_same_batches(place, monkeypatch):
     mapped.close()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_loss_curve_does_not_depend_on_the_number_of_processes(place, world):
     config = tiny(place[0], **OPTIONS)
     finish(torchrun(place, world, f"{world}", config))

@@ -9,10 +9,11 @@ import torch
 from trainer_helpers import tiny, write_corpus
 
 from gpt2.data import load_corpus
-from gpt2.loop import Trainer, mix
+from gpt2.loop import Trainer
 from gpt2.outcomes import series
 from gpt2.progress import Progress
 from gpt2.runs import Parent, Run, RunStore
+from gpt2.seeds import mix
 from gpt2.train import main, train
 
 
@@ -245,3 +246,9 @@ def test_progress_is_a_few_plain_lines_away_from_a_terminal(capsys, monkeypatch)
     bar.close()
     lines = capsys.readouterr().out.splitlines()
     assert 10 <= len(lines) <= 25 and lines[-1].startswith("step 5000/5000")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_missing_gpu_is_an_error_in_a_sentence(place):
+    with pytest.raises(ValueError, match="sees 0 cuda devices here; use device=auto"):
+        go(place, device="cuda")
