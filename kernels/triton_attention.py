@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .formats import FP64
-from .numerics import SITE_NAMES, Numerics, Site
+from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
 from .result import ForwardResult
 from .triton_blocks import HOPPER_SHARED, Blocks, choose_blocks, pad
 
@@ -175,15 +175,26 @@ def _itemsize(n: Numerics, dtypes) -> int:
 
 
 def _blocks(kernel: str, n: Numerics, D: int, DV: int, itemsize: int, limit: int) -> Blocks:
-    fixed = kernel == "forward" and (n.reference == "running" or _tiled(n))
-    return choose_blocks(
-        kernel,
-        head_dim=D,
-        head_dim_v=DV,
-        itemsize=itemsize,
-        shared_limit=limit,
-        tile=n.tile if fixed else None,
-    )
+    shape = dict(head_dim=D, head_dim_v=DV, itemsize=itemsize)
+    if kernel == "forward" and (n.reference == "running" or _tiled(n)):
+        return choose_blocks(kernel, shared_limit=limit, tile=n.tile, **shape)
+    if _draws_per_score(kernel, n):  # random bits fill the registers
+        return choose_blocks(kernel, shared_limit=min(limit, 65_536), **shape)
+    if kernel == "forward" and n.softmax.kind in ("stabilized", "guarded") and itemsize == 2:
+        try:  # the first pass keeps two numbers per score of a block
+            return choose_blocks(kernel, shared_limit=limit, tile=64, **shape)
+        except ValueError:
+            pass
+    return choose_blocks(kernel, shared_limit=limit, **shape)
+
+
+def _draws_per_score(kernel: str, n: Numerics) -> bool:
+    sites = {
+        "forward": ("scores", "probabilities"),
+        "grad_keys": ("scores", "backward_probabilities", "grad_probabilities", "grad_scores"),
+        "grad_queries": ("scores", "grad_probabilities", "grad_scores"),
+    }[kernel]
+    return any(_stochastic(getattr(n, site)) for site in sites)
 
 
 def _power_of_two(scale: float) -> bool:
@@ -246,12 +257,46 @@ def grad_queries_constants(n: Numerics, scale: float) -> dict:
     )
 
 
+@lru_cache(maxsize=512)
+def _plan(kernel: str, key: str, D: int, DV: int, itemsize: int, limit: int, scale, extra):
+    """(blocks, keyword arguments of a launch) of one kernel; kept, since each step asks again.
+
+    key: `Numerics.key`. extra: for "forward" whether it probes; else None. Read only.
+    """
+    n = parse_numerics(key)
+    table = "grad_queries" if kernel == "delta_product" else kernel
+    blocks = _blocks(table, n, D, DV, itemsize, limit)
+    return blocks, launch_arguments(kernel, n, blocks, D, DV, scale, bool(extra))
+
+
+def launch_arguments(
+    kernel: str, n: Numerics, blocks: Blocks, D: int, DV: int, scale: float, probe: bool
+) -> dict:
+    """Constexpr arguments and options of a launch, all but CAUSAL (and EVEN)."""
+    if kernel == "forward":
+        constants = forward_constants(n, scale, probe)
+    elif kernel == "grad_keys":
+        constants = grad_keys_constants(n, scale)
+    elif kernel == "grad_queries":
+        constants = grad_queries_constants(n, scale)
+    else:
+        constants = score_constants(n, scale) | _site("DP", n.grad_probabilities)
+    padded = dict(D=D, DV=DV, BLOCK_D=pad(D), BLOCK_DV=pad(DV))
+    sizes = dict(BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n)
+    return padded | sizes | constants | _options(blocks)
+
+
 # -- launches -------------------------------------------------------------------------------------
 
 
 def _options(blocks: Blocks) -> dict:
     """Launch options. Contraction to fused multiply-adds is off: it would move roundings."""
-    return dict(num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False)
+    options = dict(
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False
+    )
+    if blocks.max_registers:
+        options["maxnreg"] = blocks.max_registers
+    return options
 
 
 def _on(device: torch.device):
@@ -297,11 +342,6 @@ def _inputs(n: Numerics, seed: Tensor, **tensors: Tensor) -> list[Tensor]:
     return [_prepare(x, n.inputs, f"input_{name}", seed) for name, x in tensors.items()]
 
 
-def _dims(q: Tensor, k: Tensor, v: Tensor) -> dict:
-    D, DV = q.shape[3], v.shape[3]
-    return dict(D=D, DV=DV, BLOCK_D=pad(D), BLOCK_DV=pad(DV))
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -324,41 +364,41 @@ def forward(
 
     if mask is not None:
         raise ValueError(_refused_inputs(q.dtype, mask))
-    n = numerics
-    B, H, Tq = q.shape[:3]
-    rows, device = (B, H, Tq), q.device
+    n, device = numerics, q.device
+    B, H, Tq, D = q.shape
+    DV, rows = v.shape[3], (B, H, Tq)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
     seed = _seed_tensor(seed, n, lse)
     q, k, v = _inputs(n, seed, q=q, k=k, v=v)
-    dims = _dims(q, k, v)
-    itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
-    blocks = blocks or _blocks(
-        "forward", n, dims["D"], dims["DV"], itemsize, _shared_limit(device)
-    )
-    constants = forward_constants(n, scale, probe)
-    wide = (*rows, dims["DV"])
+    if blocks is None:
+        itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
+        limit = _shared_limit(device)
+        blocks, arguments = _plan("forward", n.key, D, DV, itemsize, limit, scale, probe)
+    else:
+        arguments = launch_arguments("forward", n, blocks, D, DV, scale, probe)
+    wide = (*rows, DV)
     out = torch.empty(wide, dtype=_storage(n.output), device=device)
-    hp_site = n.delta_output if n.delta_error is None else None
-    hp_dtype = torch.float32 if hp_site is None else _storage(hp_site)
-    hp = torch.empty(wide, dtype=hp_dtype, device=device) if constants["HP"] else None
+    hp = None
+    if arguments["HP"]:
+        fp32 = n.delta_output is None or n.delta_error is not None
+        dtype = torch.float32 if fp32 else _storage(n.delta_output)
+        hp = torch.empty(wide, dtype=dtype, device=device)
     result = ForwardResult(out=out, lse=lse, delta_output=hp)
     if probe:
-        result.ties, result.ones = (
-            torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)
-        )
-        result.m, result.l = (torch.empty_like(lse) for _ in range(2))
+        counts = dict(dtype=torch.int32, device=device)
+        result.ties, result.ones = torch.empty(rows, **counts), torch.empty(rows, **counts)
+        result.m, result.l = torch.empty_like(lse), torch.empty_like(lse)
         result.out_fp32 = torch.empty(wide, dtype=torch.float32, device=device)
     unused = lse  # stands for outputs that this call does not write
     extras = (hp, result.ties, result.ones, result.m, result.l, result.out_fp32)
-    policy, unit = n.softmax, scale if constants["RAW"] else 1.0
+    policy, unit = n.softmax, scale if arguments["RAW"] else 1.0
     offsets = (policy.eps, policy.shift, policy.min_offset, policy.max_offset)
     with _on(device):
         forward_kernel[_programs(Tq, blocks.block_m, B * H)](
             q, k, v, out, lse, *(unused if x is None else x for x in extras), seed,
             *q.stride(), *k.stride(), *v.stride(), scale, policy.beta,
             *(x / unit for x in offsets), H, H // k.shape[1], Tq, k.shape[2],
-            **dims, BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, CAUSAL=causal, **constants,
-            **_options(blocks),
+            CAUSAL=causal, **arguments,
         )  # fmt: skip
     return result
 
@@ -389,44 +429,44 @@ def backward(
     if mask is not None:
         raise ValueError(_refused_inputs(q.dtype, mask))
     n, device = numerics, q.device
-    B, H, Tq = q.shape[:3]
-    Hkv, Tk = k.shape[1:3]
+    B, H, Tq, D = q.shape
+    Hkv, Tk, DV = *k.shape[1:3], v.shape[3]
     number, seed = seed, _seed_tensor(seed, n, lse)
     q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
-    dims, constants = _dims(q, k, v), score_constants(n, scale)
     itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype, dO.dtype))
-    limit, chosen = _shared_limit(device), dict(blocks or {})
-    for kernel in ("grad_keys", "grad_queries"):
-        if kernel not in chosen:
-            chosen[kernel] = _blocks(kernel, n, dims["D"], dims["DV"], itemsize, limit)
+    limit = _shared_limit(device)
+
+    def plan(kernel):
+        if kernel in (blocks or {}):
+            arguments = launch_arguments(kernel, n, blocks[kernel], D, DV, scale, False)
+            return blocks[kernel], arguments
+        return _plan(kernel, n.key, D, DV, itemsize, limit, scale, None)
+
+    per_key, for_keys = plan("grad_keys")
+    per_row, for_queries = plan("grad_queries")
+    inverse_unit = 1.0 / scale if for_keys["RAW"] else 1.0
     strides = (*q.stride(), *k.stride(), *v.stride(), *dO.stride())
-    inverse_unit = 1.0 / scale if constants["RAW"] else 1.0
     scalars = (scale, inverse_unit, H, H // Hkv, Tq, Tk)
     storage = _storage(n.gradients)
-    dq = torch.empty(B, H, Tq, dims["D"], dtype=storage, device=device)
-    dk = torch.empty(B, Hkv, Tk, dims["D"], dtype=storage, device=device)
-    dv = torch.empty(B, Hkv, Tk, dims["DV"], dtype=storage, device=device)
-    per_row, per_key = chosen["grad_queries"], chosen["grad_keys"]
+    dq = torch.empty(B, H, Tq, D, dtype=storage, device=device)
+    dk = torch.empty(B, Hkv, Tk, D, dtype=storage, device=device)
+    dv = torch.empty(B, Hkv, Tk, DV, dtype=storage, device=device)
     with _on(device):
         if n.delta == "dP_P":
             delta = torch.empty_like(lse)
-            kernels.delta_product_kernel[_programs(Tq, per_row.block_m, B * H)](
-                q, k, v, dO, lse, delta, seed, *strides, *scalars, **dims,
-                BLOCK_M=per_row.block_m, BLOCK_N=per_row.block_n, CAUSAL=causal, **constants,
-                **_site("DP", n.grad_probabilities), **_options(per_row),
-            )  # fmt: skip
+            own, arguments = plan("delta_product")
+            kernels.delta_product_kernel[_programs(Tq, own.block_m, B * H)](
+                q, k, v, dO, lse, delta, seed, *strides, *scalars, CAUSAL=causal, **arguments
+            )
         else:
             delta = _delta(n, dO, out, delta_output, number, seed)
         kernels.grad_keys_kernel[_programs(Tk, per_key.block_n, B * Hkv)](
-            q, k, v, dO, lse, delta, dk, dv, seed, *strides, *scalars, **dims,
-            BLOCK_M=per_key.block_m, BLOCK_N=per_key.block_n, CAUSAL=causal,
-            EVEN=Tq % per_key.block_m == 0, **grad_keys_constants(n, scale), **_options(per_key),
+            q, k, v, dO, lse, delta, dk, dv, seed, *strides, *scalars,
+            CAUSAL=causal, EVEN=Tq % per_key.block_m == 0, **for_keys,
         )  # fmt: skip
         kernels.grad_queries_kernel[_programs(Tq, per_row.block_m, B * H)](
-            q, k, v, dO, lse, delta, dq, seed, *strides, *scalars, **dims,
-            BLOCK_M=per_row.block_m, BLOCK_N=per_row.block_n, CAUSAL=causal,
-            **grad_queries_constants(n, scale), **_options(per_row),
-        )  # fmt: skip
+            q, k, v, dO, lse, delta, dq, seed, *strides, *scalars, CAUSAL=causal, **for_queries
+        )
     return dq, dk, dv
 
 

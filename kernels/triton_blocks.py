@@ -23,12 +23,16 @@ TILES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Blocks:
-    """rows x cols of one program, its warps, and how many loop iterations are loaded ahead."""
+    """rows x cols of one program, its warps, and how many loop iterations are loaded ahead.
+
+    max_registers: a limit per thread that lets more programs share a multiprocessor, 0 for none.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
 
 def pad(dim: int) -> int:

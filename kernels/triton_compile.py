@@ -20,7 +20,7 @@ import torch
 
 from . import triton_attention as host
 from .numerics import Numerics
-from .triton_blocks import ADA_SHARED, HOPPER_SHARED, Blocks, pad
+from .triton_blocks import ADA_SHARED, HOPPER_SHARED, Blocks
 
 KERNELS = ("forward", "grad_keys", "grad_queries", "delta_product")
 _LIMITS = {80: 166_912, 86: ADA_SHARED, 89: ADA_SHARED, 90: HOPPER_SHARED}
@@ -69,15 +69,15 @@ def compile_offline(
 
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; use one of {', '.join(KERNELS)}")
-    function, constants = _kernel(kernel, numerics, 1 / math.sqrt(head_dim), probe)
+    function, scale = _kernel(kernel), 1 / math.sqrt(head_dim)
     if blocks is None:
         table = "grad_queries" if kernel == "delta_product" else kernel
         itemsize = host._itemsize(numerics, (dtype,))
         blocks = host._blocks(table, numerics, head_dim, head_dim, itemsize, _LIMITS[capability])
-    constants |= dict(
-        D=head_dim, DV=head_dim, BLOCK_D=pad(head_dim), BLOCK_DV=pad(head_dim),
-        BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, CAUSAL=causal,
-    )  # fmt: skip
+    arguments = host.launch_arguments(kernel, numerics, blocks, head_dim, head_dim, scale, probe)
+    options = host._options(blocks)
+    constants = {name: x for name, x in arguments.items() if name not in options}
+    constants |= dict(CAUSAL=causal) | (dict(EVEN=True) if kernel == "grad_keys" else {})
     signature, attributes = {}, {}
     for place, name in enumerate(function.arg_names):
         kind = _argument(name, numerics, dtype)
@@ -88,7 +88,6 @@ def compile_offline(
             attributes[(place,)] = [["tt.divisibility", 16]]
         signature[name] = kind
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = host._options(blocks)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _usage(built.asm["cubin"]) if usage else (None, None)
     return Compiled(
@@ -96,18 +95,11 @@ def compile_offline(
     )
 
 
-def _kernel(kernel: str, n: Numerics, scale: float, probe: bool):
+def _kernel(kernel: str):
     from . import triton_backward, triton_forward
 
-    if kernel == "forward":
-        return triton_forward.forward_kernel, host.forward_constants(n, scale, probe)
-    if kernel == "grad_keys":
-        constants = host.grad_keys_constants(n, scale) | dict(EVEN=True)
-        return triton_backward.grad_keys_kernel, constants
-    if kernel == "grad_queries":
-        return triton_backward.grad_queries_kernel, host.grad_queries_constants(n, scale)
-    constants = host.score_constants(n, scale) | host._site("DP", n.grad_probabilities)
-    return triton_backward.delta_product_kernel, constants
+    module = triton_forward if kernel == "forward" else triton_backward
+    return getattr(module, f"{kernel}_kernel")
 
 
 def _argument(name: str, n: Numerics, dtype: torch.dtype) -> str | None:
