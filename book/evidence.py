@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import difflib
 import json
-import os
 import platform
 import re
 import signal
@@ -273,13 +272,11 @@ class Archive:
         return f"archived: {p['machine']}, preset {p['preset']}, {p['date']}, code {p['code']}"
 
 
-def machine_name() -> str:
-    """A short name of this machine for file names: 'nvidia-h200' or 'cpu-16-core'."""
-    import torch
-
-    if torch.cuda.is_available():
-        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    return f"cpu-{os.cpu_count()}-core"
+def machine_name(provenance: dict) -> str:
+    """A short name of the machine for file names: 'nvidia-h200' or 'cpu-16-core'."""
+    if provenance["device"] == "cuda":
+        return re.sub(r"[^a-z0-9]+", "-", provenance["machine"].lower()).strip("-")
+    return f"cpu-{provenance['machine'].partition(' ')[0]}"
 
 
 def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
@@ -288,13 +285,11 @@ def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
     environments = [run.info["environment"] for run in runs]
     first = environments[0] if environments else {}
     corpora = {run.info["corpus"].get("sha256") for run in runs}
-    cpu = first.get("cpu") or platform.processor() or platform.machine()
+    cores = "" if first.get("device") == "cuda" else f"{first.get('cpus')}-core "
     return {
-        "machine": first.get("gpu") or f"{first.get('cores')}-core {cpu}",
-        "gpu": first.get("gpu"),
-        "driver": first.get("driver"),
-        "cpu": cpu,
-        "cores": first.get("cores"),
+        "machine": f"{cores}{first.get('machine', platform.machine())}",
+        "device": first.get("device"),
+        "platform": first.get("platform"),
         "torch": first.get("torch"),
         "triton": first.get("triton"),
         "python": first.get("python"),
@@ -328,8 +323,9 @@ def save_archive(
 ) -> Path:
     """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows."""
     told = told | {"provenance": provenance(runs, preset, command), "rows": rows}
-    date = told["provenance"]["date"]
-    path = folder / told["experiment"] / f"{machine_name()}-{preset}-{date}.json"
+    source = told["provenance"]
+    name = f"{machine_name(source)}-{preset}-{source['date']}.json"
+    path = folder / told["experiment"] / name
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n")

@@ -30,7 +30,12 @@ UNTIL = 1.25  # alive so long, in steps to failure: the answers need not be "hea
 def search(path: str, at: int, until: int, budget: int, by: str, data: str) -> dict:
     """The trace of one search as plain JSON. Runs in a process of its own."""
     options = dict(store=RunStore(Path(path).parent), progress=False, cache_dir=data)
-    return minimise_run(Run(path), at, until, budget=budget, by=by, **options).to_dict()
+    trace = minimise_run(Run(path), at, until, budget=budget, by=by, **options).to_dict()
+    for question in trace["questions"]:
+        outcome = question["detail"].get("outcome", {})
+        kept = ("kind", "last_step", "diverged_step", "nonfinite_step")
+        question["detail"] = {"outcome": {k: outcome.get(k) for k in kept}}
+    return trace
 
 
 def searches(

@@ -1,0 +1,51 @@
+"""Archives: provenance that captions accept, names of files, what reading refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from book.captions import archived
+from book.evidence import archives, latest, provenance, save_archive
+from gpt2.config import make_config
+
+
+def run(seed=0, **environment):
+    told = {"machine": "Some CPU", "device": "cpu", "cpus": 16, "code": "abcdef0123456789"}
+    return SimpleNamespace(
+        info={"environment": told | environment, "corpus": {"sha256": "ff"}},
+        config=make_config("cpu", {"init_seed": seed}),
+        state={"duration_s": 2.5},
+    )
+
+
+def save(folder, rows, **environment):
+    told = {"experiment": "x", "complete": True}
+    return save_archive(told, rows, [run(1), run(0, **environment)], "cpu", "command", folder)
+
+
+def test_captions_take_the_provenance_of_an_archive():
+    source = provenance([run(3), run(1)], "cpu", "python -m book.evidence x")
+    words = str(archived(source))
+    assert words.startswith("16-core Some CPU, preset cpu, corpus installed-text, seeds 1, 3, ")
+    assert "code abcdef012345" in words and source["duration_s"] == 5.0
+
+
+def test_files_are_named_by_the_machine_that_trained_and_read_back(tmp_path):
+    path = save(tmp_path, [{"arm": "a"}])
+    assert path.name.startswith("cpu-16-core-cpu-")
+    kept = latest("x", "cpu", tmp_path)
+    assert kept.rows == kept.arm("a") == [{"arm": "a"}] and "16-core Some CPU" in kept.source
+    assert latest("x", "mini", tmp_path) is None and archives("y", tmp_path) == []
+
+
+def test_a_gpu_names_itself(tmp_path):
+    gpu = [run(machine="NVIDIA H200", device="cuda")]
+    path = save_archive({"experiment": "x"}, [], gpu, "mini", "command", tmp_path)
+    assert path.name.startswith("nvidia-h200-mini-")
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    path = save(tmp_path, [])
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not an archive"):
+        archives("x", tmp_path)
