@@ -109,6 +109,10 @@ def test_gradients_equal_float64_autograd(causal):
         assert (x - y).abs().max() < 1e-5
 
 
+def test_grouped_queries_agree_with_the_emulator():
+    assert_agree("paper", parity.inputs((2, 4, 2, 20, 20, 16, 16)))
+
+
 def test_grouped_queries_sum_in_fp32():
     q, k, v, dO = parity.inputs((1, 4, 2, 20, 20, 16, 16), dtype=torch.float32)
     got = gradients(triton_attention, "exact", (q, k, v, dO), True, 1 / 4)

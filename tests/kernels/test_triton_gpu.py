@@ -117,6 +117,14 @@ def test_views_give_the_bits_of_contiguous_copies():
         assert torch.equal(x, copied[name]), name
 
 
+def test_grouped_queries_agree_with_the_emulator(parity_table):
+    tensors = parity.inputs((2, 6, 2, 140, 140, 64, 64), device="cuda")
+    gaps = parity.compare(
+        kernels_under_test, parse_numerics("paper"), tensors, causal=True, scale=1 / 8
+    )
+    check(gaps, parity_table, "paper H6 Hkv2 T140 causal")
+
+
 def test_grouped_queries_equal_repeated_keys():
     q, k, v, dO = parity.inputs((2, 6, 2, 140, 140, 64, 64), device="cuda")
     n = parse_numerics("flash")
