@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .formats import FP64
+from .interventions import DIRECTIONS, disturbed_delta, stray_gradient
 from .numerics import Numerics, Softmax
 from .result import ForwardResult
 from .sites import (
@@ -304,7 +305,7 @@ def backward(
         out, delta_output = (
             x if x is None else x.reshape(dO.shape).to(dO.dtype) for x in (out, delta_output)
         )
-        delta, error = _delta(r, dO, out, delta_output)
+        delta, error = _delta(r, dO, out, delta_output, head)
         dV = _product(r, r(P, "backward_probabilities").mT, dO, 1.0, group)
         stray = _stray(r, error, P, k, scale, head)
         dS = r(_grad_scores(r, dO, v, P, delta), "grad_scores")
@@ -323,7 +324,7 @@ def _recomputed_probabilities(r: Rounder, S: Tensor, lse: Tensor, masked: bool) 
     return exp_in_place(S.sub_(lse)).minimum(top)
 
 
-def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None):
+def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None, head):
     """delta [N, Tq, 1] (None for dP*P, which needs P first) and the error left for dQ, if any."""
     n = r.numerics
     if n.delta == "dP_P":
@@ -332,22 +333,12 @@ def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None):
         O = out if delta_output is None else delta_output
         return (dO * O).sum(-1, keepdim=True), None
     low = out if n.delta_output is None else r(delta_output, "delta_output")
-    lp, hp = ((dO * O).sum(-1, keepdim=True).double() for O in (low, delta_output))
-    e, kind = lp - hp, n.delta_error.kind
-    left = None
-    if kind == "mirror":
-        delta = hp - e
-    elif kind == "sham":
-        delta = (hp - e) + 2 * e
-    elif kind == "random_sign":
-        coin = torch.rand(e.shape, generator=r.generator("random_sign"), device=e.device)
-        delta = torch.where(coin < 0.5, hp - e, hp + e)
-    elif kind == "injected":
-        draw = torch.randn(e.shape, generator=r.generator("injected"), device=e.device)
-        delta = hp + n.delta_error.mean + n.delta_error.rms * draw
-    else:
-        delta, left = hp, e.to(dO.dtype)
-    return delta.to(dO.dtype), left
+    lp, hp = ((dO * O).sum(-1).double().unflatten(0, head) for O in (low, delta_output))
+    e = lp - hp
+    if n.delta_error.kind in DIRECTIONS:
+        return hp.flatten(0, 1).unsqueeze(-1).to(dO.dtype), e.unsqueeze(-1).to(dO.dtype)
+    delta = disturbed_delta(n.delta_error, hp, e, r.generator)
+    return delta.flatten(0, 1).unsqueeze(-1).to(dO.dtype), None
 
 
 def _grad_scores(r: Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | None) -> Tensor:
@@ -362,22 +353,11 @@ def _grad_scores(r: Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | N
 
 
 def _stray(r: Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float, head):
-    """The delta error sent along a random direction in place of PK: [N, Tq, D], or None.
-
-    scale * e[T] * |(PK)[T]| * u[T]; u fresh per row, or one per head that no seed and no step
-    changes.
-    """
+    """The delta error sent into dQ alone, along a direction of its own: [N, Tq, D], or None."""
     if error is None:
         return None
-    length = torch.bmm(P, k).norm(dim=-1, keepdim=True)
-    if r.numerics.delta_error.kind == "random_direction":
-        generator = r.generator("random_direction")
-        u = torch.randn(*P.shape[:2], k.shape[-1], generator=generator, device=k.device)
-    else:
-        generator = r.generator("fixed_direction", seed=0)
-        u = torch.randn(1, head[1], 1, k.shape[-1], generator=generator, device=k.device)
-        u = u.expand(*head, 1, k.shape[-1]).reshape(-1, 1, k.shape[-1])
-    return scale * error * length * torch.nn.functional.normalize(u.to(k.dtype), dim=-1)
+    PK = torch.bmm(P, k).unflatten(0, head)
+    return stray_gradient(r.numerics.delta_error, error, PK, scale, r.generator).flatten(0, 1)
 
 
 def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, group=1, error=None) -> Tensor:

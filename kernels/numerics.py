@@ -106,7 +106,16 @@ class Softmax:
 
 
 DeltaErrorKind = Literal[
-    "mirror", "random_sign", "injected", "random_direction", "fixed_direction", "sham"
+    "mirror",
+    "random_sign",
+    "centred",
+    "shuffled",
+    "injected",
+    "own_direction",
+    "random_direction",
+    "leading_direction",
+    "fixed_direction",
+    "sham",
 ]
 
 
@@ -117,11 +126,18 @@ class DeltaError:
     delta_hp reads O as `delta_output=FP32` does, delta_lp as the Numerics say. In the backward:
     mirror            delta = delta_hp - e: the same error with its sign turned
     random_sign       delta = delta_hp + s*e, s = +-1 per row, seeded
+    centred           delta = delta_hp + e - mean(e), the mean of each head over the batch: no bias
+    shuffled          delta = delta_hp + e of another row of the head: the same mean and sizes,
+                      which no longer belong to their rows; seeded
     injected          delta = delta_hp + mean + rms*normal: given moments on an exact run
+    own_direction     dS from delta_hp, and dQ[T] -= scale * e[T] * (PK)[T]: the error as it is,
+                      in dQ alone; the control of the next three, which leave dK alone too
     random_direction  dS from delta_hp, and dQ[T] -= scale * e[T] * |(PK)[T]| * u[T] with u[T] a
                       fresh random unit vector: same sizes, no shared direction
-    fixed_direction   the same with one unit vector for all rows of the head, whatever the seed,
-                      hence for all steps: a shared direction
+    leading_direction the same with the unit vector that the batch's rows (PK)[T] share most, one
+                      per head: a shared direction, and that of R
+    fixed_direction   the same with one random unit vector for all rows of the head, whatever the
+                      seed, hence for all steps: a shared direction, unrelated to R
     sham              does the arithmetic of mirror and adds e back: changes nothing
     """
 
@@ -262,7 +278,7 @@ class Numerics:
         """Whether a backward or forward pass draws random numbers (a seed matters)."""
         sites = (getattr(self, s) for s in SITE_NAMES)
         drawn = any(s is not None and s.rounding == "stochastic" for s in sites)
-        kinds = ("random_sign", "injected", "random_direction", "fixed_direction")
+        kinds = ("random_sign", "shuffled", "injected", "random_direction", "fixed_direction")
         return drawn or (self.delta_error is not None and self.delta_error.kind in kinds)
 
     # -- text forms -------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from .formats import FP64
+from .interventions import DIRECTIONS, disturbed_delta
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
 from .result import ForwardResult
 from .triton_blocks import HOPPER_SHARED, Blocks, choose_blocks, pad
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_ROW_ERRORS = ("mirror", "sham", "random_sign", "injected")
 
 
 # -- what is supported ----------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def _refused_numerics(n: Numerics) -> str | None:
     moving = policy.kind in ("stabilized", "guarded")
     if n.reference == "running" and moving and policy.decide == "row":
         return f"softmax={policy.kind} decided per row needs reference='row' (or decide='tile')"
-    if n.delta_error is not None and n.delta_error.kind not in _ROW_ERRORS:
+    if n.delta_error is not None and n.delta_error.kind in DIRECTIONS:
         return f"delta_error={n.delta_error.kind}: the Triton kernels change delta, not dQ itself"
     if n.delta_error is not None and n.delta != "dO_O":
         return "delta_error changes the delta of dO*O; use delta='dO_O'"
@@ -489,16 +489,5 @@ def _delta(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, se
         return _row_dot(dO, out if high is None else high)
     low = out if n.delta_output is None else _prepare(high, n.delta_output, "delta_output", seed)
     lp, hp = _row_dot(dO, low).double(), _row_dot(dO, high).double()
-    error, kind = lp - hp, n.delta_error.kind
     generator = torch.Generator(dO.device).manual_seed(int(number))
-    if kind == "mirror":
-        delta = hp - error
-    elif kind == "sham":
-        delta = (hp - error) + 2 * error
-    elif kind == "random_sign":
-        coin = torch.rand(error.shape, generator=generator, device=error.device)
-        delta = torch.where(coin < 0.5, hp - error, hp + error)
-    else:
-        draw = torch.randn(error.shape, generator=generator, device=error.device)
-        delta = hp + n.delta_error.mean + n.delta_error.rms * draw
-    return delta.float()
+    return disturbed_delta(n.delta_error, hp, lp - hp, lambda _: generator).float()

@@ -1,0 +1,84 @@
+"""Interventions on the error of delta itself: what the backward subtracts in place of delta_lp.
+
+e = delta_lp - delta_hp is one number per row. `DeltaError` (kernels.numerics) says what each kind
+does; here is the arithmetic that all backends share. A kind changes one property of the error and
+keeps the others: its sign (`mirror`, `random_sign`), its mean (`centred`), which row it belongs to
+(`shuffled`), or the direction in which it moves dQ (`own_direction` and the rest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .numerics import DeltaError
+
+DIRECTIONS = ("own_direction", "random_direction", "leading_direction", "fixed_direction")
+Draw = Callable[[str], torch.Generator]
+
+
+def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, generator: Draw) -> Tensor:
+    """delta under an intervention on rows: hp = delta_hp and e, float64 [B, H, T], and out alike.
+
+    generator: name -> the seeded generator to draw from. Means and shuffles are taken per head
+    over the rows of all B sequences.
+    """
+    kind = spec.kind
+    if kind == "mirror":
+        return hp - e
+    if kind == "sham":
+        return (hp - e) + 2 * e
+    if kind == "centred":
+        return hp + (e - e.mean((0, 2), keepdim=True))
+    if kind == "random_sign":
+        coin = torch.rand(e.shape, generator=generator(kind), device=e.device)
+        return torch.where(coin < 0.5, hp - e, hp + e)
+    if kind == "shuffled":
+        rows = e.transpose(0, 1).flatten(1)  # [H, B T]
+        order = torch.rand(rows.shape, generator=generator(kind), device=e.device).argsort(-1)
+        mixed = rows.gather(1, order).unflatten(1, (e.shape[0], e.shape[2]))
+        return hp + mixed.transpose(0, 1)
+    if kind == "injected":
+        draw = torch.randn(e.shape, generator=generator(kind), device=e.device)
+        return hp + spec.mean + spec.rms * draw
+    raise ValueError(f"delta_error={kind} moves dQ along a direction; it is no change of delta")
+
+
+def stray_gradient(spec: DeltaError, e: Tensor, PK: Tensor, scale: float, generator) -> Tensor:
+    """What an intervention on directions subtracts from dQ, [B, H, T, D].
+
+    e [B, H, T, 1], PK [B, H, T, D]: row T moves by scale * e[T] * |(PK)[T]| along the kind's unit
+    vector. generator(name, seed=None) -> the seeded generator; seed=0 for what no step changes.
+    """
+    if spec.kind == "own_direction":
+        return scale * e * PK
+    length = PK.norm(dim=-1, keepdim=True)
+    return scale * e * length * _unit_vectors(spec.kind, PK, generator)
+
+
+def _unit_vectors(kind: str, PK: Tensor, generator) -> Tensor:
+    """[B, H, T, D] fresh per row, or [1, H, 1, D] of a head."""
+    _, H, _, D = PK.shape
+    if kind == "leading_direction":
+        return leading_direction(PK)[None, :, None]
+    if kind == "random_direction":
+        u = torch.randn(PK.shape, generator=generator(kind), device=PK.device)
+    else:
+        u = torch.randn(1, H, 1, D, generator=generator(kind, seed=0), device=PK.device)
+    return normalize(u.to(PK.dtype), dim=-1)
+
+
+def leading_direction(PK: Tensor) -> Tensor:
+    """The unit vector of each head that its rows (PK)[T] share most: [B, H, T, D] -> [H, D].
+
+    The first right singular vector of the rows of all sequences, turned to the side of their sum.
+    For the terms (PK)[T]^T X[T] of the error of dW_Q it is the left side of their common direction
+    R (paper, section 3.3.1), as far as the attention, which does not see X, can know it.
+    """
+    rows = PK.transpose(0, 1).flatten(1, 2).double().nan_to_num(0.0, 0.0, 0.0)  # [H, B T, D]
+    u = torch.linalg.eigh(rows.mT @ rows).eigenvectors[..., -1]
+    side = (rows.sum(1) * u).sum(-1, keepdim=True)
+    return torch.where(side < 0, -u, u).to(PK.dtype)
