@@ -222,4 +222,4 @@ def plus_minus(found: SignedMean) -> str:
     if not found.stderr > 0:
         return f"{found.mean:+.4g}"
     digits = min(max(1 - math.floor(math.log10(found.stderr)), 0), 9)
-    return f"{found.mean:+.{digits}f} ± {found.stderr:.{digits}f}"
+    return f"{found.mean:+.{digits}f}\u00a0±\u00a0{found.stderr:.{digits}f}"  # no line break

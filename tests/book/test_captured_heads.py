@@ -95,7 +95,7 @@ def test_tied_rows_are_counted_and_carry_the_whole_bias(series):
     assert delta.mean.z < -10  # away from zero, V negative, dO positive
     lines = {line[0]: line for line in attribution(head, "paper", delta)}
     assert lines["tied rows"][3].startswith("100%") or lines["tied rows"][3].startswith("9")
-    assert float(lines["tied rows"][5].split(" ")[0]) > 0.15
+    assert float(lines["tied rows"][5].split()[0]) > 0.15
     assert lines["absorbing rows"][1] == "0"
     assert lines["rounding at `unnormalized`"][5] == "-"
 
@@ -174,3 +174,27 @@ def test_pages_and_summary_carry_their_numbers(series):
     text = what_you_saw(stored, read, parts, moments, changed).data
     assert "standard errors" in text and "nan" not in text and math.isfinite(len(text))
     assert json.dumps(text)
+
+
+def test_records_are_plain_json_and_draw(series, tmp_path, monkeypatch):
+    from book import rounding_evidence
+    from book.evidence import latest
+    from book.figures import intervals
+
+    class Run:
+        config = captured_config("cpu")
+        info = {"environment": {"code": "abc", "cores": 2}, "corpus": {"sha256": "0"}}
+        state = {"duration_s": 1.0}
+
+        def captures(self):
+            return sorted({c.path for c in series})
+
+    monkeypatch.setattr(rounding_evidence, "captured_run", lambda *a, **k: Run())
+    assert rounding_evidence.main(["--seeds", "0,1", "--results", str(tmp_path)]) == 0
+    kept = latest("rounding", "cpu", tmp_path)
+    assert kept.complete and [r["seed"] for r in kept.rows] == [0, 0, 1, 1]
+    assert kept.rows[0]["parts"]["tied"]["energy"] > 0.9
+    assert kept.rows[0]["mean"][0] < 0 and kept.rows[0]["step"] == 200
+    rows = rounding_evidence.bias_rows(kept.rows)
+    assert len(intervals(rows, label="x").axes[0].get_yticks()) == 4
+    assert rounding_evidence.main(["--seeds", "a"]) == 2

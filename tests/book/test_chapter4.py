@@ -76,5 +76,5 @@ def test_site_table_tells_the_presets_apart():
 
 
 def test_numbers_as_text():
-    assert plus_minus(SignedMean(0.24942, 0.00095, 10)) == "+0.24942 ± 0.00095"
+    assert plus_minus(SignedMean(0.24942, 0.00095, 10)) == "+0.24942\u00a0±\u00a00.00095"
     assert plus_minus(SignedMean(-1.5, math.nan, 1)) == "-1.5"
