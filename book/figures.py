@@ -87,39 +87,46 @@ def panels(
     labels: Mapping[str, str] | None = None,
     height: float = 1.9,
     limits: Mapping[str, tuple[float, float]] | None = None,
+    order: Sequence[str] | None = None,
 ) -> Figure:
     """One panel per metric over a shared step axis; one colour and dash per run.
 
     runs: name -> Run or metrics. outcomes: name -> gpt2.outcomes.Outcome; its onset is marked by a
     dotted line and a triangle, its divergence (or first nonfinite loss) by a line and a cross, by
     the declared rules. head: (layer, head), else the worst head of each step. limits: name of a
-    metric -> its y range.
+    metric -> its y range. order: all names that share colours with this figure, so that a run
+    keeps its colour where others are left out.
     """
+    places = {run: i for i, run in enumerate(order or runs)}
     figure, axes = subplots(len(metrics), 1, height=height, sharex=True, squeeze=False)
     axes = axes[:, 0]
     for axis, name in zip(axes, metrics):
         label, logarithmic = METRICS.get(name, (name.replace("_", " "), False))
-        for place, (run, data) in enumerate(runs.items()):
+        for run, data in runs.items():
             steps, values = thinned(*curve(data, name, head))
-            dash = DASHES[place % len(DASHES)]
-            colour = PALETTE[place % len(PALETTE)]
+            dash = DASHES[places[run] % len(DASHES)]
+            colour = PALETTE[places[run] % len(PALETTE)]
             axis.plot(steps, values, color=colour, linestyle=dash, label=run)
         axis.set_title((labels or {}).get(name, label))
-        if logarithmic and all((line.get_ydata() > 0).any() for line in axis.lines):
+        if logarithmic:
             _log_axis(axis)
         if limits and name in limits:
             axis.set_ylim(*limits[name])
         axis.margins(x=0.02)
-    for place, run in enumerate(runs):
+    for run in runs:
         if outcomes and run in outcomes:
-            _mark(axes, outcomes[run], PALETTE[place % len(PALETTE)])
+            _mark(axes, outcomes[run], PALETTE[places[run] % len(PALETTE)])
     axes[-1].set_xlabel("step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return figure
 
 
 def _log_axis(axis) -> None:
-    """Logarithmic y with plain numbers at 1, 2 and 5 of each decade."""
+    """Logarithmic y, ticks at 1, 2 and 5 of each decade; linear for less than a factor of 4."""
+    drawn = np.concatenate([line.get_ydata() for line in axis.lines])
+    drawn = drawn[np.isfinite(drawn) & (drawn > 0)]
+    if not len(drawn) or drawn.max() < 4 * drawn.min():
+        return
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g}"))

@@ -119,6 +119,13 @@ def test_panels_of_one_head_draw_that_head():
     assert list(steps[:2]) == [0, 20] and set(values) == {5.0}
 
 
+def test_a_run_keeps_its_colour_where_others_are_left_out():
+    names = ["low", "twin"]
+    both = panels({n: run_metrics(True) for n in names}, ["train_loss"]).axes[0].lines[1]
+    alone = panels({"twin": run_metrics(True)}, ["train_loss"], order=names).axes[0].lines[0]
+    assert alone.get_color() == both.get_color() and alone.get_linestyle() == both.get_linestyle()
+
+
 def test_thinning_keeps_peaks():
     values = np.zeros(10_000)
     values[7_777] = 9.0
