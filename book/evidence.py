@@ -19,6 +19,7 @@ import json
 import platform
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -289,6 +290,8 @@ def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
     return {
         "machine": f"{cores}{first.get('machine', platform.machine())}",
         "device": first.get("device"),
+        "gpu": first.get("machine") if first.get("device") == "cuda" else None,
+        "driver": _driver() if first.get("device") == "cuda" else None,
         "platform": first.get("platform"),
         "torch": first.get("torch"),
         "triton": first.get("triton"),
@@ -303,6 +306,16 @@ def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
         "duration_s": round(sum(run.state.get("duration_s") or 0.0 for run in runs), 1),
         "command": command,
     }
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver, or None where nvidia-smi does not answer."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.splitlines()[0].strip() if told.strip() else None
 
 
 def write_archive(
