@@ -27,7 +27,7 @@ import torch
 from . import hardware
 from .batches import BatchIndex, evaluation_starts
 from .config import RunConfig, make_config
-from .distributed import Group, join
+from .distributed import Group, join, leave
 from .loop import Trainer
 
 IMPLEMENTATIONS = ("flash", "paper", "sdpa")
@@ -175,7 +175,7 @@ def bench(presets, implementations, *, limit_s: float, overrides: dict, say=None
             if group.writer:
                 say(table_line(row))
     environment = hardware.environment(device, group.world)
-    group.close()
+    leave()
     found = {"what": "training throughput", "environment": environment, "rows": rows}
     return found if group.writer else {}
 

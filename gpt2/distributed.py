@@ -89,9 +89,16 @@ class Group:
             raise RuntimeError(f"rank 0 failed: {told}")
         return result if self.writer else work()
 
-    def close(self) -> None:
-        if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+
+def leave() -> None:
+    """Leave the group, if there is one: the last thing that a program under torchrun does."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_writer() -> bool:
+    """Whether this process speaks for its group; true without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def join(device_type: str) -> Group:

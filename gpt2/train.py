@@ -30,7 +30,7 @@ from .checkpoint import (
 )
 from .config import ConfigParser, RunConfig, add_arguments, config_from_args
 from .data import load_corpus
-from .distributed import LOST_EXIT_CODE, Group, Watchdog, join
+from .distributed import LOST_EXIT_CODE, Group, Watchdog, is_writer, join, leave
 from .loop import Stopped, Trainer
 from .many import train_many
 from .progress import Progress, speed_text
@@ -120,8 +120,8 @@ def _device(config: RunConfig, device_type: str, group: Group) -> torch.device:
     there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (wanted.index or 0) >= there.get(device_type, 1):
         raise ValueError(
-            f"device={config.device}: PyTorch sees {there[device_type]} {device_type} devices here; "
-            "use device=auto or device=cpu"
+            f"device={config.device}: PyTorch sees {there[device_type]} {device_type} devices "
+            "here; use device=auto or device=cpu"
         )
     if device_type == "cuda" and group.world > 1:
         return torch.device("cuda", group.local_rank)
@@ -367,9 +367,12 @@ def main(argv: list[str] | None = None) -> int:
         print(str(stop) or "stopped", file=sys.stderr)
         return 130
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if is_writer():
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    if not args.quiet:
+    finally:
+        leave()
+    if not args.quiet and is_writer():
         print(f"{run.status}: {run.outcome}\n{run.path}")
     return 0
 

@@ -252,3 +252,18 @@ def test_progress_is_a_few_plain_lines_away_from_a_terminal(capsys, monkeypatch)
 def test_a_missing_gpu_is_an_error_in_a_sentence(place):
     with pytest.raises(ValueError, match="sees 0 cuda devices here; use device=auto"):
         go(place, device="cuda")
+
+
+def test_where_compiling_fails_training_says_so_and_goes_on(place, tmp_path):
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def broken(*args):
+        raise BackendCompilerFailed(lambda: None, RuntimeError("no compiler"), None)
+
+    t, plain = trainer(place, tmp_path), trainer(place, tmp_path)
+    t.compiled, t.model._trunk = True, broken
+    with pytest.warns(UserWarning, match="torch.compile is off"):
+        t.first_update(0)
+    plain.update(0)
+    assert not t.compiled and torch.equal(t._pending[0][1], plain._pending[0][1])
+    assert torch.equal(t.optimizers.gradient.buffer, plain.optimizers.gradient.buffer)
