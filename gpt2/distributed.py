@@ -1,6 +1,8 @@
 """Several processes, one optimiser step: data parallelism under torchrun, NCCL or gloo.
 
     torchrun --standalone --nproc_per_node=4 -m gpt2.train --preset paper
+    srun --nodes=2 --ntasks-per-node=1 torchrun --nnodes=2 --nproc_per_node=8 \\
+        --rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500 -m gpt2.train --preset paper
 
 Each process takes its share of the global batch, which the config fixes whatever the number of
 processes. Gradients lie in one flat buffer (`gpt2.optim`), so synchronising is one all-reduce, in
@@ -105,7 +107,7 @@ def join(device_type: str) -> Group:
     """The group that torchrun set up, or a group of one.
 
     torchrun tells each process its place by RANK, WORLD_SIZE and LOCAL_RANK; these are its
-    protocol. Raises RuntimeError if more processes than GPUs were asked for on this machine.
+    protocol. Raises ValueError if more processes than GPUs were asked for on this machine.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or "RANK" not in os.environ:
@@ -114,7 +116,7 @@ def join(device_type: str) -> Group:
     device = None
     if device_type == "cuda":
         if local >= torch.cuda.device_count():
-            raise RuntimeError(
+            raise ValueError(
                 f"process {local} of this machine has no GPU: there are "
                 f"{torch.cuda.device_count()}; lower --nproc_per_node"
             )
