@@ -46,7 +46,7 @@ def read_number(text: str, stored: FloatFormat) -> tuple[int, int, int]:
     sign = int(math.copysign(1, value) < 0)
     magnitude, exponent = _dyadic(abs(value))
     done = round_dyadic(magnitude, exponent, stored, "nearest_even", 0)
-    if done["overflow"]:
+    if done["overflow"] or done["saturated"]:
         raise ValueError(f"{text!r} is beyond the largest {stored} number")
     return sign, *_strip(*done["rounded"])
 
@@ -88,8 +88,10 @@ def round_dyadic(magnitude: int, exponent: int, fmt: FloatFormat, mode: str, dra
     kept, rest = magnitude >> drop, magnitude & ((1 << drop) - 1)
     guard = (rest >> (drop - 1)) & 1 if drop else 0
     sticky = int(drop > 1 and rest & ((1 << (drop - 1)) - 1) != 0)
+    # without fraction bits the even neighbour is the one with the even exponent field
+    odd = kept & 1 if fmt.fraction_bits or not kept else (place + fmt.bias) & 1
     up = {
-        "nearest_even": guard and (sticky or kept & 1),
+        "nearest_even": guard and (sticky or odd),
         "nearest_away": guard,
         "toward_zero": 0,
         "stochastic": int(draw << drop < rest * DRAWS),
@@ -97,7 +99,7 @@ def round_dyadic(magnitude: int, exponent: int, fmt: FloatFormat, mode: str, dra
     rounded, saturated = (kept + int(up), unit), False
     top = _largest(fmt)
     overflow = rounded[0] << max(unit - top[1], 0) > top[0] << max(top[1] - unit, 0)
-    if overflow and mode == "toward_zero":
+    if overflow and (fmt.finite_only or mode == "toward_zero"):
         rounded, saturated, overflow = top, True, False
     return {
         "place": place,
@@ -108,6 +110,7 @@ def round_dyadic(magnitude: int, exponent: int, fmt: FloatFormat, mode: str, dra
         "guard": guard,
         "sticky": sticky,
         "tie": bool(guard and not sticky),
+        "odd": odd,
         "up": bool(up),
         "rounded": rounded,
         "saturated": saturated,
@@ -124,7 +127,7 @@ def pattern(sign: int, magnitude: int, unit: int, fmt: FloatFormat, overflow=Fal
     """Sign, exponent field and fraction field, separated by spaces."""
     if overflow:
         field = 2**fmt.exponent_bits - 1
-        fraction = 2**fmt.fraction_bits - 1 if fmt.finite_only else 0
+        fraction = 0
     else:
         lead = magnitude.bit_length() - 1 + unit if magnitude else fmt.emin
         place = max(lead, fmt.emin)
@@ -178,6 +181,8 @@ def explore(state: dict) -> dict:
     Raises ValueError naming what it cannot read.
     """
     stored, target = parse_format(state["stored"]), parse_format(state["target"])
+    if not 2 <= len(state["addends"]) <= 3:
+        raise ValueError("give two or three addends")
     addends = [read_number(text, stored) for text in state["addends"]]
     mode, draw = state["mode"], state["draw"]
     names = "abc"[: len(addends)]
@@ -247,7 +252,7 @@ def _step(terms, fmt: FloatFormat, mode: str, draw: int) -> dict:
         "guard": done["guard"],
         "sticky": done["sticky"],
         "tie": done["tie"],
-        "odd": kept & 1,
+        "odd": done["odd"],
         "up": done["up"],
         "dropped": ulps(done["rest"], drop),
         "tenths": done["rest"] * 3000 >> drop,  # where the sum lies on the drawn line
@@ -255,17 +260,17 @@ def _step(terms, fmt: FloatFormat, mode: str, draw: int) -> dict:
         "above": number(kept + 1, unit, sign),
         "overflow": done["overflow"],
         "saturated": done["saturated"],
-        "result": _result(sign, done, fmt),
+        "result": _result(sign, done),
         "pattern": pattern(sign, *done["rounded"], fmt, done["overflow"]),
         "error": ulps(-error if sign else error, drop),
         "_exact": (sign, *_strip(*done["rounded"])),
     }
 
 
-def _result(sign: int, done: dict, fmt: FloatFormat) -> str:
+def _result(sign: int, done: dict) -> str:
     if not done["overflow"]:
         return number(*done["rounded"], sign)
-    return "NaN" if fmt.finite_only else "-infinity" if sign else "infinity"
+    return "-infinity" if sign else "infinity"
 
 
 def _row(name, sign, magnitude, exponent, top, bottom) -> dict:

@@ -292,65 +292,67 @@ def live_widget(state: dict = WORKED):
     """The explorer as ipywidgets, computed by `explore` in the kernel."""
     import ipywidgets as widgets
 
-    style = {"description_width": "9em"}
-    base, bits = _split_target(state["target"])
-    texts = [widgets.Text(description=f"Addend {name}", style=style) for name in "abc"]
-    example = widgets.Dropdown(
-        options=[("(yours)", None), *EXAMPLES.items()], description="Example", style=style
-    )
-    formats = [*FORMATS]
-    stored = widgets.Dropdown(options=formats, description="Addends stored in", style=style)
-    target = widgets.Dropdown(options=formats, description="Result in", style=style)
-    cut = widgets.BoundedIntText(bits, 0, 52, description="Fraction bits", style=style)
-    mode = widgets.Dropdown(
-        options=[(words, name) for name, words in MODE_WORDS.items()],
-        description="Rounding",
-        style=style,
-    )
-    total = widgets.Dropdown(
-        options=[(words, name) for name, words in SUM_WORDS.items()],
-        description="Sum",
-        style=style,
-    )
-    draw = widgets.IntSlider(0, 0, DRAWS - 1, description=f"Draw of {DRAWS}", style=style)
-    picture = widgets.HTML()
+    controls, picture = _live_controls(state), widgets.HTML()
     sheet = f"<style>{(_STATIC / 'bit_explorer.css').read_text()}</style>"
 
-    def fill(chosen: dict):
-        for box, text in zip(texts, chosen["addends"] + [""]):
-            box.value = text
-        target.value, cut.value = _split_target(chosen["target"])
-        stored.value, mode.value = chosen["stored"], chosen["mode"]
-        total.value, draw.value = chosen["accumulator"], chosen["draw"]
-
     def update(_=None):
-        cut.max = FORMATS[target.value].fraction_bits
-        draw.disabled = mode.value != "stochastic"
+        controls["draw"].disabled = controls["mode"].value != "stochastic"
         try:
-            trace = explore(
-                {
-                    "addends": [box.value for box in texts if box.value.strip()],
-                    "stored": stored.value,
-                    "target": f"{target.value}.{cut.value}",
-                    "mode": mode.value,
-                    "accumulator": total.value,
-                    "draw": draw.value,
-                }
-            )
+            trace = explore(_live_state(controls))
             body = f'<p class="bx-result">{html.escape(summary(trace))}</p>{render(trace)}'
         except ValueError as error:
             body = f'<p class="bx-result">{html.escape(str(error))}</p>'
         picture.value = f'{sheet}<div class="bit-explorer">{body}</div>'
 
     def new_format(change):
-        cut.max = cut.value = FORMATS[change["new"]].fraction_bits
+        controls["bits"].max = controls["bits"].value = FORMATS[change["new"]].fraction_bits
 
-    fill(state)
-    example.observe(lambda change: change["new"] and fill(change["new"]), "value")
-    target.observe(new_format, "value")
-    for control in (*texts, stored, target, cut, mode, total, draw):
-        control.observe(update, "value")
+    _fill(controls, state)
+    controls["example"].observe(lambda c: c["new"] and _fill(controls, c["new"]), "value")
+    controls["target"].observe(new_format, "value")
+    for name, control in controls.items():
+        if name != "example":
+            control.observe(update, "value")
     update()
-    controls = [example, *texts, stored, target, cut, mode, total, draw]
-    box = widgets.Layout(grid_template_columns="repeat(auto-fill, minmax(20em, 1fr))")
-    return widgets.VBox([widgets.GridBox(controls, layout=box), picture])
+    grid = widgets.Layout(grid_template_columns="repeat(auto-fill, minmax(20em, 1fr))")
+    return widgets.VBox([widgets.GridBox(list(controls.values()), layout=grid), picture])
+
+
+def _live_controls(state: dict) -> dict:
+    import ipywidgets as widgets
+
+    style = {"style": {"description_width": "9em"}}
+
+    def choice(label: str, options):
+        return widgets.Dropdown(options=list(options), description=label, **style)
+
+    def swapped(words: dict):
+        return [(label, name) for name, label in words.items()]
+
+    texts = {n: widgets.Text(description=f"Addend {n}", **style) for n in "abc"}
+    return {
+        "example": choice("Example", [("(yours)", None), *EXAMPLES.items()]),
+        **texts,
+        "stored": choice("Addends stored in", FORMATS),
+        "target": choice("Result in", FORMATS),
+        "bits": widgets.BoundedIntText(0, 0, 52, description="Fraction bits", **style),
+        "mode": choice("Rounding", swapped(MODE_WORDS)),
+        "accumulator": choice("Sum", swapped(SUM_WORDS)),
+        "draw": widgets.IntSlider(0, 0, DRAWS - 1, description=f"Draw of {DRAWS}", **style),
+    }
+
+
+def _fill(controls: dict, state: dict) -> None:
+    for name, text in zip("abc", state["addends"] + [""]):
+        controls[name].value = text
+    controls["target"].value, bits = _split_target(state["target"])
+    controls["bits"].max = FORMATS[controls["target"].value].fraction_bits
+    controls["bits"].value = bits
+    for name in ("stored", "mode", "accumulator", "draw"):
+        controls[name].value = state[name]
+
+
+def _live_state(controls: dict) -> dict:
+    state = {n: controls[n].value for n in ("stored", "mode", "accumulator", "draw")}
+    state["addends"] = [controls[n].value for n in "abc" if controls[n].value.strip()]
+    return state | {"target": f"{controls['target'].value}.{controls['bits'].value}"}

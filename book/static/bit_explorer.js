@@ -59,7 +59,9 @@ var BitExplorer = (function () {
     }
     const sign = value < 0 || Object.is(value, -0) ? 1 : 0;
     const done = roundDyadic(...dyadic(Math.abs(value)), stored, "nearest_even", 0);
-    if (done.overflow) throw new Error(`'${text}' is beyond the largest ${stored.name} number`);
+    if (done.overflow || done.saturated) {
+      throw new Error(`'${text}' is beyond the largest ${stored.name} number`);
+    }
     return [sign, ...strip(...done.rounded)];
   }
 
@@ -90,8 +92,10 @@ var BitExplorer = (function () {
     const kept = right(magnitude, drop), rest = low(magnitude, drop);
     const guard = drop ? Number(right(rest, drop - 1) & 1n) : 0;
     const sticky = drop > 1 && low(rest, drop - 1) !== 0n ? 1 : 0;
+    // without fraction bits the even neighbour is the one with the even exponent field
+    const odd = fmt.fractionBits || !kept ? Number(kept & 1n) : (place + fmt.bias) & 1;
     const up = {
-      nearest_even: guard && (sticky || kept & 1n) ? 1n : 0n,
+      nearest_even: guard && (sticky || odd) ? 1n : 0n,
       nearest_away: BigInt(guard),
       toward_zero: 0n,
       stochastic: left(BigInt(draw), drop) < rest * DRAWS ? 1n : 0n,
@@ -101,13 +105,13 @@ var BitExplorer = (function () {
     const top = [full, fmt.emax - fmt.fractionBits];
     let overflow =
       left(rounded[0], Math.max(unit - top[1], 0)) > left(top[0], Math.max(top[1] - unit, 0));
-    if (overflow && mode === "toward_zero") {
+    if (overflow && (fmt.finiteOnly || mode === "toward_zero")) {
       rounded = top;
       saturated = true;
       overflow = false;
     }
     return {
-      place, unit, kept, rest, drop, guard, sticky, tie: Boolean(guard && !sticky),
+      place, unit, kept, rest, drop, guard, sticky, tie: Boolean(guard && !sticky), odd,
       up: up === 1n, rounded, saturated, overflow,
     };
   }
@@ -118,7 +122,7 @@ var BitExplorer = (function () {
     let field, fraction;
     if (overflow) {
       field = 2 ** fmt.exponentBits - 1;
-      fraction = fmt.finiteOnly ? left(1n, fmt.fractionBits) - 1n : 0n;
+      fraction = 0n;
     } else {
       const lead = magnitude ? bitLength(magnitude) - 1 + unit : fmt.emin;
       const place = Math.max(lead, fmt.emin);
@@ -174,6 +178,9 @@ var BitExplorer = (function () {
 
   function explore(state, table) {
     const stored = parseFormat(state.stored, table), target = parseFormat(state.target, table);
+    if (state.addends.length < 2 || state.addends.length > 3) {
+      throw new Error("give two or three addends");
+    }
     const addends = state.addends.map((text) => readNumber(text, stored));
     const { mode, draw, accumulator } = state;
     const terms = addends.map((value, i) => ["abc"[i], value]);
@@ -227,7 +234,7 @@ var BitExplorer = (function () {
       Math.min(exponent, unit - 1), Math.min(top - MAX_COLUMNS + 1, unit - 2));
     const error = left(done.up ? 1n : 0n, drop) - done.rest;
     let result = number(...done.rounded, sign);
-    if (done.overflow) result = fmt.finiteOnly ? "NaN" : sign ? "-infinity" : "infinity";
+    if (done.overflow) result = sign ? "-infinity" : "infinity";
     const step = {
       format: fmt.name,
       width: fmt.fractionBits + 1,
@@ -247,7 +254,7 @@ var BitExplorer = (function () {
       guard: done.guard,
       sticky: done.sticky,
       tie: done.tie,
-      odd: Number(kept & 1n),
+      odd: done.odd,
       up: done.up,
       dropped: ulps(done.rest, drop),
       tenths: Number(right(done.rest * 3000n, drop)),
@@ -451,7 +458,6 @@ var BitExplorer = (function () {
       const base = field.target.value, most = setup.formats[base][1];
       const cut = Math.min(Math.max(Math.trunc(Number(field.bits.value)) || 0, 0), most);
       const addends = ["a", "b", "c"].map((n) => field[n].value).filter((t) => t.trim());
-      if (addends.length < 2) throw new Error("Give at least two addends");
       return {
         addends,
         stored: field.stored.value,
