@@ -253,6 +253,102 @@ LAYERS = Experiment(
     ),
 )
 
+# -- chapter 5: stabilised flash attention --------------------------------------------------------
+
+
+def sfa_arms(low: str = LOW) -> tuple[Arm, ...]:
+    """The failing arm and what is said to prevent its failure."""
+    return (
+        Arm("low", low, "plain softmax"),
+        Arm("sfa2", f"{low},softmax=stabilized,beta=2", "SFA, beta 2"),
+        Arm("sfa7", f"{low},softmax=stabilized,beta=7", "SFA, beta 7"),
+        Arm("guarded", f"{low},softmax=guarded,beta=7", "SFA, guarded"),
+        Arm("delta_fp32", f"{low},delta_output=fp32", "delta from an fp32 O"),
+    )
+
+
+def _sfa(name: str, question: str, **changes) -> Experiment:
+    """changes: fields of the config; without any, plain and delta_fp32 are chapter 1's runs."""
+    base = {"max_steps": dict(FAILURE.base)["max_steps"]} | changes
+    return Experiment(
+        name=name,
+        question=question,
+        chapter=5,
+        base=tuple(base.items()),
+        seeds=(0, 1, 2) if changes else (0, 1, 2, 3, 4),
+        failing="low",
+        twin="delta_fp32",
+        arms=sfa_arms(),
+    )
+
+
+WIDER = {"n_layer": 3, "n_embd": 96, "n_head": 3, "max_steps": 3_000}
+MUON = {"optimizer": "muon", "max_steps": 3_000}
+SFA = _sfa("sfa", "Does stabilised flash attention prevent the failure that delta in fp32 does?")
+SFA_SETTINGS = (
+    SFA,
+    _sfa("sfa-muon", "The same when Muon trains the hidden matrices?", **MUON),
+    _sfa("sfa-wide", "The same with three layers of 96?", **WIDER),
+    _sfa("sfa-wide-muon", "The same with three layers of 96 and Muon?", **(WIDER | MUON)),
+)
+
+SWEEP_BETAS = (1.001, 1.01, 1.1, 1.5, 3, 4, 16, 100)
+SWEEP_EPS = (0.1, 0.5, 1.0)
+# exp(-0.28768) = 0.75 is on every grid of at least one fraction bit: such a P_bar rounds exactly.
+SWEEP_SHIFTS = (0.28768, 1.0, 4.0)
+
+
+def _sfa_sweep() -> Iterable[Arm]:
+    """(group: what is varied) one change each from plain, published or guarded SFA."""
+    shared = (("max_steps", dict(SFA.base)["max_steps"]),)  # these are the runs of `sfa`
+    yield from (replace(arm, changes=shared, group="sfa") for arm in sfa_arms())
+    published, ours = f"{LOW},softmax=stabilized", f"{LOW},softmax=guarded"
+    for beta in SWEEP_BETAS:
+        text = f"{published},beta={beta:g}"
+        yield Arm(f"beta_{beta:g}", text, f"SFA, beta {beta:g}", group="beta")
+    for eps in SWEEP_EPS:
+        text = f"{published},beta=2,eps={eps:g}"
+        yield Arm(f"eps_{eps:g}", text, f"SFA, beta 2, eps {eps:g}", group="eps")
+        text = f"{ours},eps={eps:g}"
+        yield Arm(f"guarded_eps_{eps:g}", text, f"guarded, eps {eps:g}", group="eps")
+    for shift in SWEEP_SHIFTS:
+        text = f"{ours},min_offset={shift:g},max_offset={shift:g}"
+        yield Arm(f"fixed_{shift:g}", text, f"tied rows: m + {shift:g}", group="offset")
+        text = f"{LOW},softmax=shifted,shift={shift:g}"
+        yield Arm(f"shift_{shift:g}", text, f"every row: m + {shift:g}", group="offset")
+    yield Arm("clamped", f"{LOW},softmax=clamped", "P_bar kept below 1", group="control")
+    rows = "row_sum_source=rounded"
+    yield Arm("low_rounded", f"{LOW},{rows}", "plain, l sums rounded P_bar", group="row sum")
+    yield Arm(
+        "guarded_rounded", f"{ours},{rows}", "guarded, l sums rounded P_bar", group="row sum"
+    )
+    for site, words in (("unnormalized", "O_bar"), ("output", "the stored O")):
+        text = f"{LOW},{site}=bf16.2:stochastic"
+        yield Arm(f"stochastic_{site}", text, f"plain, {words} stochastic", group="stochastic")
+    both = f"{LOW},unnormalized=bf16.2:stochastic,output=bf16.2:stochastic"
+    yield Arm("stochastic_both", both, "plain, O_bar and O stochastic", group="stochastic")
+    for name, base, told in (("low", LOW, "plain"), ("guarded", ours, "guarded")):
+        for site, words in (("unnormalized", "O_bar"), ("output", "the stored O")):
+            label = f"{told}, {words} in fp32"
+            yield Arm(f"{name}_{site}_fp32", f"{base},{site}=fp32", label, group="site")
+    text = f"{ours},delta_output=fp32"
+    yield Arm("guarded_delta_fp32", text, "guarded, delta from an fp32 O", group="site")
+    text = f"{published},beta=2,delta_output=fp32"
+    yield Arm("sfa2_delta_fp32", text, "SFA, beta 2, delta from an fp32 O", group="site")
+
+
+SFA_SWEEP = Experiment(
+    name="sfa-sweep",
+    question="What of SFA matters: beta, eps, the offset, the row sum, or another rounding site?",
+    chapter=5,
+    base=(("max_steps", 3_000),),
+    seeds=(0, 1),
+    failing="low",
+    twin="delta_fp32",
+    arms=tuple(_sfa_sweep()),
+)
+
 EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e for e in (FAILURE, FAILURE_OUTPUT, DIALS, isolation(), LAYERS)
+    e.name: e
+    for e in (FAILURE, FAILURE_OUTPUT, DIALS, isolation(), LAYERS, *SFA_SETTINGS, SFA_SWEEP)
 }

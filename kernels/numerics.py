@@ -404,16 +404,23 @@ PRESETS = {
     "stabilized": stabilized,
     "guarded": guarded,
 }
-_ARGUMENTS = {"beta": float, "eps": float, "shift": float, "decide": str}
+_ARGUMENTS = {
+    "beta": float,
+    "eps": float,
+    "shift": float,
+    "min_offset": float,
+    "max_offset": float,
+    "decide": str,
+}
 
 
 def parse_numerics(text: str | Numerics) -> Numerics:
     """Text to Numerics: 'paper', 'paper,output_bits=2,delta_output=fp32', 'stabilized,beta=4'.
 
     A preset's name, then changes in order: any field of Numerics, the dials `matched_bits` and
-    `output_bits`, or the softmax parameters beta, eps, shift, decide, and `delta_error=mirror`
-    with `mean` and `rms`. JSON from `to_json` is accepted too. Raises ValueError naming what it
-    did not understand and the nearest thing that it would.
+    `output_bits`, or the softmax parameters beta, eps, shift, min_offset, max_offset, decide, and
+    `delta_error=mirror` with `mean` and `rms`. JSON from `to_json` is accepted too. Raises
+    ValueError naming what it did not understand and the nearest thing that it would.
     """
     if isinstance(text, Numerics):
         return text
