@@ -200,17 +200,20 @@ def run_experiment(
     workers: int = 2,
     progress: bool = True,
     cache_dir: str | Path = "data",
+    stop_at: int | None = None,
     **chosen,
 ) -> dict[tuple[str, int], Run]:
     """Run, continue or load the jobs (see `jobs` for `chosen`); returns {(arm, seed): run}.
 
+    stop_at: pause the runs from scratch there; a later call without it continues them.
     Arms from scratch come first, then forks from their states. Ctrl-C saves all runs and raises
     KeyboardInterrupt. Raises RuntimeError naming the runs that crashed.
     """
     todo = jobs(experiment, **chosen)
     common = dict(store=store, workers=workers, progress=progress, cache_dir=cache_dir)
     fresh = [job for job in todo if job.arm.at is None]
-    runs = dict(zip([j.key for j in fresh], train_many([j.config for j in fresh], **common)))
+    done = train_many([job.config for job in fresh], max_steps=stop_at, **common)
+    runs = dict(zip([job.key for job in fresh], done))
     _raise_crashed(runs)
     forks = [job for job in todo if job.arm.at is not None]
     if forks:

@@ -110,7 +110,7 @@ DIALS = Experiment(
     name="dials",
     question="How does the time to failure depend on the fraction bits, by either dial?",
     chapter=1,
-    base=(("max_steps", 6_000),),
+    base=FAILURE.base,  # so that the arms at 2 bits are the failing runs above
     seeds=(0, 1, 2),
     arms=_dial("output", "exact,output_bits={}", (1, 2, 3, 4))
     + _dial("matched", "paper,matched_bits={}", (1, 2, 3, 4)),

@@ -30,6 +30,7 @@ class _Job:
     config: RunConfig
     parent: Parent | None
     path: Path
+    max_steps: int | None = None
     process: subprocess.Popen | None = None
     log: Path | None = None
     error: str = ""
@@ -42,7 +43,7 @@ class _Job:
         except ValueError:
             return "starting"
         if state["status"] == "running":
-            return f"{state['step']}/{self.config.max_steps}"
+            return f"{state['step']}/{self.max_steps or self.config.max_steps}"
         return state["status"]
 
 
@@ -54,19 +55,21 @@ def train_many(
     threads: int = 1,
     progress: bool = True,
     cache_dir: str | Path = "data",
+    max_steps: int | None = None,
 ) -> list[Run]:
     """Train runs side by side and return them in the order asked for.
 
     configs: RunConfigs, or (config, parent) pairs for forks; the same run asked for twice is
-    trained once. A run that fails is returned with status `failed` and its message. Ctrl-C stops
+    trained once. max_steps: stop each there, resumable, its identity unchanged (see `train`).
+    A run that fails is returned with status `failed` and its message. Ctrl-C stops
     all workers after their step, saved and resumable, and raises KeyboardInterrupt.
     Raises ValueError before anything starts if a config is bad.
     """
     store = store or RunStore()
     if workers < 1:
         raise ValueError(f"workers={workers}; use at least 1")
-    jobs = [_job(item, store, cache_dir, progress) for item in configs]
-    todo = list({job.path: job for job in jobs if not _ended(job.path)}.values())
+    jobs = [_job(item, store, cache_dir, progress, max_steps) for item in configs]
+    todo = list({job.path: job for job in jobs if not _done(job)}.values())
     with tempfile.TemporaryDirectory() as scratch:
         running: list[_Job] = []
         told = _Teller(len(todo), progress)
@@ -88,14 +91,18 @@ def train_many(
     return [Run(job.path) for job in jobs]
 
 
-def _job(item, store: RunStore, cache_dir, progress: bool) -> _Job:
+def _job(item, store: RunStore, cache_dir, progress: bool, max_steps: int | None) -> _Job:
     config, parent = item if isinstance(item, tuple) else (item, None)
     corpus = load_corpus(config, cache_dir, progress)
-    return _Job(config, parent, store.path(config, corpus.sha256, parent))
+    return _Job(config, parent, store.path(config, corpus.sha256, parent), max_steps)
 
 
-def _ended(path: Path) -> bool:
-    return (path / "status.json").exists() and Run(path).status in ENDED
+def _done(job: _Job) -> bool:
+    if not (job.path / "status.json").exists():
+        return False
+    run = Run(job.path)
+    enough = job.max_steps is not None and run.status == "interrupted"
+    return run.status in ENDED or (enough and run.step >= job.max_steps)
 
 
 def _start(job: _Job, store: RunStore, threads: int, cache_dir, scratch: Path) -> None:
@@ -109,6 +116,7 @@ def _start(job: _Job, store: RunStore, threads: int, cache_dir, scratch: Path) -
                 "parent": asdict(job.parent) if job.parent else None,
                 "store": str(store.root),
                 "threads": threads,
+                "max_steps": job.max_steps,
                 "cache_dir": str(cache_dir),
                 "launcher": os.getpid(),
             }
@@ -193,6 +201,7 @@ def worker(order: dict) -> None:
         RunConfig.from_dict(order["config"]),
         store=RunStore(order["store"]),
         parent=Parent(**order["parent"]) if order["parent"] else None,
+        max_steps=order["max_steps"],
         threads=order["threads"],
         cache_dir=order["cache_dir"],
         progress=False,

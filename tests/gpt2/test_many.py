@@ -36,6 +36,18 @@ def test_runs_come_back_in_order_and_a_failure_is_a_status(place, capsys):
     assert train_many(good, store=store, cache_dir=folder / "data")[0].path == runs[0].path
 
 
+def test_runs_pause_where_asked_and_go_on_later(place):
+    corpus, folder = place
+    config, store = tiny(corpus, order_seed=7), RunStore(folder / "paused")
+    asked = dict(store=store, cache_dir=folder / "data", progress=False)
+    (paused,) = train_many([config], max_steps=2, **asked)
+    assert paused.status == "interrupted" and paused.step == 2
+    (again,) = train_many([config], max_steps=2, **asked)
+    assert again.path == paused.path and again.step == 2
+    (whole,) = train_many([config], **asked)
+    assert whole.status == "finished" and whole.path == paused.path
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
