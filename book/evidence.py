@@ -95,10 +95,19 @@ def curves(metrics: dict) -> dict[str, dict[str, list]]:
 
 
 def head_curves(metrics: dict, names: Sequence[str]) -> dict[str, dict[str, list]]:
-    """Name -> {"step": [n], "value": [n][layer][head]}, at most HEAD_POINTS points each."""
+    """Name -> {"step": [n], "value": [n][layer][head]}, at most HEAD_POINTS points each.
+
+    "name:sum" is the running sum of a metric over the steps at which it was measured, and
+    "name:band" the standard deviation that this sum would have if every sign were a coin's.
+    """
     out = {}
     for name in names:
-        steps, values = series(metrics, name)
+        metric, _, total = name.partition(":")
+        steps, values = series(metrics, metric)
+        if total == "sum":
+            values = np.nan_to_num(values).cumsum(0)
+        elif total == "band":
+            values = np.sqrt((np.nan_to_num(values) ** 2).cumsum(0))
         keep = _kept(len(steps), HEAD_POINTS)
         rows = [
             [[float(f"{v:.4g}") if np.isfinite(v) else None for v in layer] for layer in row]

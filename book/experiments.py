@@ -253,6 +253,115 @@ LAYERS = Experiment(
     ),
 )
 
+# -- chapter 3: low rank --------------------------------------------------------------------------
+
+# Mean and rms of delta_lp - delta_hp in each layer, as measured in the failing run of the preset
+# (cpu: seed 0, step 600; the mean over the layer's heads). Chapter 3 prints them as it finds them.
+INJECTED = {"cpu": ((2.7e-6, 5.3e-5), (5e-8, 3.5e-6))}
+LIVE_ERRORS = ("sham", "mirror", "random_sign", "random_direction")
+
+
+def errors(preset: str = "cpu", *, forked: bool = False) -> Experiment:
+    """Interventions on the error of delta itself; the forward pass is the failing run's in all.
+
+    forked: from a quarter of the steps that the failing run took, as chapter 2's are, else from
+    the start, where an intervention also shapes what it acts on.
+    """
+    config = make_config(preset)
+    regime = REGIMES.get(preset, Regime("paper", config.max_steps))
+    at = regime.at if forked else None
+    keep = (("keep_checkpoints", 20),)
+    low = Arm("low", regime.low, "low precision", changes=keep, group="failing run")
+    arms = [
+        Arm(name, attention, label, at=at, group=group)
+        for group, name, attention, label in _error_interventions(regime.low, preset)
+    ]
+    name = "errors-forked" if forked else "errors"
+    return Experiment(
+        name=name if preset == "cpu" else f"{name}-{preset}",
+        question="Bias, size or coherence: which property of the error of delta does it take?",
+        chapter=3,
+        preset=preset,
+        base=(("max_steps", regime.steps),),
+        failing="low",
+        twin="delta_fp32",
+        parent="low" if forked else None,
+        until=regime.until if forked else None,
+        arms=(low, *arms),
+    )
+
+
+def _error_interventions(low: str, preset: str) -> Iterable[tuple[str, str, str, str]]:
+    """(group, name, attention, label); see `kernels.numerics.DeltaError` for what each does."""
+    error = f"{low},delta_error=".__add__
+    yield "control", "delta_fp32", f"{low},delta_output=fp32", "no error (delta from an fp32 O)"
+    yield "control", "sham", error("sham"), "the same error by way of the mirror (sham)"
+    yield "sign", "mirror", error("mirror"), "mirrored: every sign turned"
+    yield "sign", "random_sign", error("random_sign"), "random signs, the same sizes"
+    yield "bias", "centred", error("centred"), "the mean of each head taken off"
+    yield "row", "shuffled", error("shuffled"), "errors of other rows of the head"
+    for factor in (1, 10) if preset in INJECTED else ():
+        name = "injected" if factor == 1 else f"injected_{factor}"
+        told = "" if factor == 1 else f", {factor} times as large"
+        label = f"independent errors of the measured mean and rms{told}"
+        yield "row", name, _injected(low, INJECTED[preset], factor), label
+    yield "direction", "own_direction", error("own_direction"), "the error in dQ alone"
+    yield "direction", "random_direction", error("random_direction"), "in dQ, a random way per row"
+    label = "in dQ, all along the shared direction of P K"
+    yield "direction", "leading_direction", error("leading_direction"), label
+    label = "in dQ, all along one random direction"
+    yield "direction", "fixed_direction", error("fixed_direction"), label
+
+
+def _injected(low: str, moments: tuple[tuple[float, float], ...], factor: float) -> str:
+    """Numerics with each layer's own moments."""
+    parts = [
+        f"{low},delta_error=injected,mean={factor * mean:g},rms={factor * rms:g}"
+        for mean, rms in moments
+    ]
+    scopes = [f"L{i} -> {part}" for i, part in enumerate(parts) if i]
+    return "; ".join([parts[0], *scopes])
+
+
+LOW_RANK = Experiment(
+    name="low-rank",
+    question="How large, how one-sided and how coherent is the error of dW_Q, step by step?",
+    chapter=3,
+    base=(
+        ("max_steps", REGIMES["cpu"].steps),
+        (
+            "probes",
+            (
+                "delta_error@5",
+                "weight_gradient_error@25",
+                "shared_direction@25",
+                "update@25",
+                "update_error@25",
+            ),
+        ),
+    ),
+    failing="low",
+    twin="delta_fp32",
+    heads=(
+        "spectral_norm_q",
+        "tie_rate",
+        "delta_error_mean:sum",
+        "delta_error_mean:band",
+        "delta_error_rms",
+        "direction_cosine",
+        "coherent_gain",
+        "dwq_error_ratio",
+        "dwq_error_cosine",
+        "dwq_cosine",
+        "update_error_ratio",
+        "update_error_cosine",
+    ),
+    arms=(
+        Arm("low", LOW, "low precision"),
+        Arm("delta_fp32", f"{LOW},delta_output=fp32", "delta from an fp32 O"),
+    ),
+
+
 # -- chapter 5: stabilised flash attention --------------------------------------------------------
 
 
@@ -350,5 +459,16 @@ SFA_SWEEP = Experiment(
 
 EXPERIMENTS: dict[str, Experiment] = {
     e.name: e
-    for e in (FAILURE, FAILURE_OUTPUT, DIALS, isolation(), LAYERS, *SFA_SETTINGS, SFA_SWEEP)
+    for e in (
+        FAILURE,
+        FAILURE_OUTPUT,
+        DIALS,
+        isolation(),
+        LAYERS,
+        errors(),
+        errors(forked=True),
+        LOW_RANK,
+        *SFA_SETTINGS,
+        SFA_SWEEP,
+    )
 }
