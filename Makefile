@@ -50,6 +50,7 @@ lab: $(STAMP)
 
 evidence: $(STAMP)
 	$(BIN)/python -m book.evidence
+	$(BIN)/python -m book.searches
 
 clean:
 	rm -rf _build .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -12,7 +12,7 @@ from gpt2.fork import fork, identical_losses
 from gpt2.runs import Run
 from kernels.numerics import ScopedNumerics
 
-from .evidence import Archive, head_curves
+from .evidence import Archive, head_curves, judge
 from .experiments import Experiment
 from .forks import fork_end, fork_step
 from .isolation_figures import FAILED, by_arm, head_values, layer_means, worst_layer
@@ -72,29 +72,30 @@ def search_layers(
 ) -> Trace:
     """Delta debugging with a layer's whole attention as the unit, answered by forks on hand.
 
-    A set of layers in fp32 that some arm has run is looked up; for others at most `budget` forks
-    are trained (options of `gpt2.fork.fork`). With two layers the arms answer every question.
+    A set of layers in fp32 helps if its fork neither failed nor showed an onset. Sets that some
+    arm has run are looked up; for others at most `budget` forks are trained (options of
+    `gpt2.fork.fork`). With two layers the arms answer every question.
     """
     parent = runs[experiment.parent, seed]
     config = parent.config
-    known = {
-        _numbers(run.config.attention, config): run for (_, s), run in runs.items() if s == seed
-    }
-    known[_numbers(config.attention, config)] = parent
+    of_seed = {name: run for (name, s), run in runs.items() if s == seed}
+    known = {_numbers(run.config.attention, config): name for name, run in of_seed.items()}
+    known[_numbers(config.attention, config)] = experiment.parent
     at = fork_step(parent, next(a.at for a in experiment.arms if a.at is not None))
     left = budget
 
     def is_stable(layers: tuple[str, ...]) -> tuple[bool, dict]:
         nonlocal left
         text = "; ".join([config.attention, *(f"{layer} -> exact" for layer in layers)])
-        run = known.get(_numbers(text, config))
-        if run is None:
+        name = known.get(_numbers(text, config), text)
+        if name not in of_seed:
             if left < 1:
                 raise _NotOnHand
             left -= 1
             until = fork_end(parent, experiment.until)
-            run = fork(parent, at, {"attention": text}, until=until, **options)
-        return not run.outcome.failed, {"outcome": run.outcome.to_dict()}
+            of_seed[name] = fork(parent, at, {"attention": text}, until=until, **options)
+        outcome = judge(experiment, of_seed)[name]
+        return outcome.kind in ("healthy", "stable"), {"outcome": outcome.to_dict()}
 
     trace = Trace(tuple(f"L{i}" for i in range(config.n_layer)))
     try:
@@ -200,7 +201,9 @@ def paper_comparison(
             continue
         same = failed == (len(mine) if paper else 0)
         word = "agrees" if same else "mixed" if 0 < failed < len(mine) else "**differs**"
-        out.append((label, paper, f"{failed} of {len(mine)} failed", word))
+        signs = sum(row["kind"] == "onset" for row in mine)
+        more = f", {signs} more with an onset" if signs else ""
+        out.append((label, paper, f"{failed} of {len(mine)} failed{more}", word))
     return out
 
 
@@ -225,6 +228,7 @@ def what_you_saw(
             f"The largest spectral norm of the failing run, {number(np.nanmax(values), 1)}, "
             f"was reached in layer {layer} of layers 0 to {values.shape[1] - 1}."
         )
+    told += cost_of_living(rows if kept is None else kept.rows)
     if kept is not None:
         told += archive_findings(kept.rows)
     compared = paper_comparison(experiment, rows if kept is None else kept.rows)
@@ -243,6 +247,26 @@ def _sentence(row: Mapping) -> str:
     return f"{row['label'][:1].upper()}{row['label'][1:]}: {step_text(row)}{end}"
 
 
+def cost_of_living(rows: Sequence[Mapping]) -> list[str]:
+    """How much worse than fp32 the forks are that live on in low precision, in held-out loss."""
+    exact = {r["seed"]: r["held_out_loss"] for r in rows if r["arm"] == "exact"}
+    costs = {
+        mine[0]["label"]: float(
+            np.mean([r["held_out_loss"] - exact[r["seed"]] for r in mine if r["seed"] in exact])
+        )
+        for name, mine in by_arm(rows).items()
+        if name != "exact" and exact and all(r["kind"] in ("healthy", "stable") for r in mine)
+    }
+    if not costs:
+        return []
+    least, most = min(costs, key=costs.get), max(costs, key=costs.get)
+    return [
+        "Not failing is not the same as doing well. Measured from everything in fp32, the forks "
+        f"that lived end between {number(costs[least])} ({least}) and {number(costs[most])} nats "
+        f"({most}) higher."
+    ]
+
+
 def archive_findings(rows: Sequence[Mapping]) -> list[str]:
     """Which interventions always, never and sometimes prevented the failure, over all seeds."""
     always, never, some = [], [], []
@@ -256,10 +280,11 @@ def archive_findings(rows: Sequence[Mapping]) -> list[str]:
         else:
             some.append(f"{label} ({failed} of {len(mine)} failed)")
     seeds = len({row["seed"] for row in rows})
+    several = "seed" if seeds == 1 else "seeds"
     groups = (("no run failed with", always), ("every run failed with", never))
     groups += (("some failed with", some),)
     return [
-        f"Archived, {seeds} seeds: {words}: {', '.join(found)}."
+        f"Archived, {seeds} {several}: {words}: {', '.join(found)}."
         for words, found in groups
         if found
     ]

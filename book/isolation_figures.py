@@ -319,4 +319,6 @@ def _answer(question) -> str:
     step = outcome.get("diverged_step") or outcome.get("nonfinite_step")
     if question.answer:
         return "lives"
+    if outcome.get("kind") == "onset":
+        return "onset"
     return "fails" if step is None else f"fails at {step:,}"

@@ -24,7 +24,7 @@ from .experiments import isolation
 from .forks import fork_end, fork_step
 
 NAME = "searches"
-UNTIL = 1.25  # alive so long, in steps to failure: the answers need not be "healthy"
+UNTIL = 1.5  # alive so long, in steps to failure: some changes only delay it
 
 
 def search(path: str, at: int, until: int, budget: int, by: str, data: str) -> dict:

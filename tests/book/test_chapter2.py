@@ -98,7 +98,7 @@ def test_layers_of_runs_of_different_length_are_compared_at_the_same_steps():
 
 
 def fake_runs(failing_sets):
-    """Arms that fail where exactly these layers stay low; L0 and L1 in low precision: both."""
+    """Arms that fail where these sets of layers stay low, as `judge` sees them."""
     config = make_config("cpu")
     low = LIVE.arm("low").attention
     texts = {name: LIVE.arm(name).attention for name in ("exact", "only_L0", "only_L1")}
@@ -114,7 +114,14 @@ def fake_runs(failing_sets):
     return runs
 
 
-def test_with_two_layers_the_arms_answer_the_whole_search():
+@pytest.fixture
+def told_outcomes(monkeypatch):
+    """`judge` without metrics: every run's own outcome."""
+    own = lambda experiment, runs: {name: run.outcome for name, run in runs.items()}  # noqa: E731
+    monkeypatch.setattr(chapter2, "judge", own)
+
+
+def test_with_two_layers_the_arms_answer_the_whole_search(told_outcomes):
     trace = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,)}), 0)
     assert trace.state == "minimal" and trace.result == ("L1",)
     assert "L1 in fp32 is enough" in chapter2.search_words(trace)
@@ -124,7 +131,15 @@ def test_with_two_layers_the_arms_answer_the_whole_search():
     assert lost.state == "unstable"
 
 
-def test_a_question_that_no_arm_answers_ends_a_search_without_budget():
+def test_an_onset_counts_as_a_sign_in_the_search(told_outcomes):
+    runs = fake_runs({(0, 1)})
+    runs["only_L1", 0].outcome = Outcome("onset", 2_000)
+    trace = chapter2.search_layers(LIVE, runs, 0)
+    assert trace.result == ("L1",)
+    assert "3. L0: onset" in words(pictures.search_tree(trace))
+
+
+def test_a_question_that_no_arm_answers_ends_a_search_without_budget(told_outcomes):
     runs = fake_runs({(0, 1), (1,)})
     del runs["only_L1", 0], runs["only_L0", 0]
     trace = chapter2.search_layers(LIVE, runs, 0)
@@ -146,14 +161,15 @@ def test_the_paper_is_compared_by_intervention_even_where_arms_coincide():
     }
     assert found["no change"] == ("5 of 5 failed", "agrees")
     assert found["fp32 in layer 1 only"] == ("0 of 5 failed", "agrees")  # low in layer 0 only
-    assert found["O_bar and O in fp32"][1] == "agrees"  # everything in fp32, here
+    assert found["O_bar and O in fp32"][1] == "agrees"
     assert found["the outlier heads in fp32"][0] == "0 of 5 failed"
     missing = chapter2.paper_comparison(LIVE, table(arms=["low", "same"]))
     assert ("delta from dP and P", False, "not run", "-") in missing
     other = table()
     other[LIVE.arm_names.index("delta_fp32")] = row("delta_fp32", 0, 2_000)
+    other[LIVE.arm_names.index("delta_dP_P")]["kind"] = "onset"
     told = chapter2.paper_table(LIVE, other).data
-    assert "1 of 5 failed | mixed" in told
+    assert "1 of 5 failed | mixed" in told and "0 of 5 failed, 1 more with an onset" in told
 
 
 def test_what_you_saw_counts_from_the_records():
@@ -165,6 +181,7 @@ def test_what_you_saw_counts_from_the_records():
     assert "Everything in fp32: healthy to 3,000, held-out loss 1.800 nats." in told
     assert "Archived, 5 seeds: every run failed with: low precision, no change" in told
     assert "was reached in layer 1 of layers 0 to 1" in told
+    assert "end between 0.000 (" in told
     assert "Every intervention that was run here ended as the paper's did." in told
 
 
