@@ -360,6 +360,7 @@ LOW_RANK = Experiment(
         Arm("low", LOW, "low precision"),
         Arm("delta_fp32", f"{LOW},delta_output=fp32", "delta from an fp32 O"),
     ),
+)
 
 
 # -- chapter 5: stabilised flash attention --------------------------------------------------------
