@@ -35,8 +35,7 @@ class Plan:
     until: int
 
 
-# On the cpu preset the norm of W_Q grows first in layer 0, as chapter 1 shows.
-PLANS = {"cpu": Plan("L0x16", 100, 4_500), "mini": Plan("L1x4", 1_000, 18_000)}
+PLANS = {"cpu": Plan("L0+1x16", 100, 4_500), "mini": Plan("L1x4", 1_000, 18_000)}
 ELSEWHERE = Plan("worstx4", 5_000, 600_000)
 
 
@@ -107,13 +106,9 @@ def worst_head(heads: list[Captured]) -> list[Captured]:
 
 
 def steepest(series: list[Captured]) -> Captured:
-    """The capture before the largest growth of the spectral norm (by a factor, to the next one).
-
-    The first fifth of the series is left out: after initialisation every norm grows.
-    """
-    late = series[len(series) // 5 :]
-    growth = [b.spectral_norm / a.spectral_norm for a, b in zip(late, late[1:])]
-    return late[int(np.argmax(growth))] if growth else series[-1]
+    """The capture before the largest growth of the spectral norm, up to the next capture."""
+    growth = [b.spectral_norm - a.spectral_norm for a, b in zip(series, series[1:])]
+    return series[int(np.argmax(growth))] if growth else series[-1]
 
 
 def pooled(series: list[Captured]) -> Head:
