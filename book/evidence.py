@@ -86,7 +86,7 @@ def curves(metrics: dict) -> dict[str, dict[str, list]]:
     steps, losses = series(metrics, "train_loss")
     out["train_loss"] = _thin(steps, smooth(steps, losses))
     out["held_out_loss"] = _thin(*series(metrics, "held_out_loss"))
-    for name in ("spectral_norm_q", "tie_rate", "ones_rate", "delta_bias"):
+    for name in ("spectral_norm_q", "tie_rate", "ones_share", "max_logit", "delta_bias"):
         steps, values = series(metrics, name)
         if len(steps) and values.ndim == 3:
             out[name] = _thin(steps, worst_head(values)[0])

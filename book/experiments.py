@@ -366,13 +366,22 @@ LOW_RANK = Experiment(
 # -- chapter 5: stabilised flash attention --------------------------------------------------------
 
 
+WATCHED = ("spectral_norm_q", "tie_rate", "scores")
+
+
 def sfa_arms(low: str = LOW) -> tuple[Arm, ...]:
-    """The failing arm and what is said to prevent its failure."""
+    """The failing arm and what is said to prevent its failure.
+
+    More is watched where underflow is possible: scores, and the heads of the step that broke.
+    """
+    scores = ("probes", WATCHED)
+    broken = ("probes", (*WATCHED, "capture@spike:L0+1x16"))
+    published = f"{low},softmax=stabilized"
     return (
         Arm("low", low, "plain softmax"),
-        Arm("sfa2", f"{low},softmax=stabilized,beta=2", "SFA, beta 2"),
-        Arm("sfa7", f"{low},softmax=stabilized,beta=7", "SFA, beta 7"),
-        Arm("guarded", f"{low},softmax=guarded,beta=7", "SFA, guarded"),
+        Arm("sfa2", f"{published},beta=2", "SFA, beta 2", changes=(broken,)),
+        Arm("sfa7", f"{published},beta=7", "SFA, beta 7", changes=(broken,)),
+        Arm("guarded", f"{low},softmax=guarded,beta=7", "SFA, guarded", changes=(scores,)),
         Arm("delta_fp32", f"{low},delta_output=fp32", "delta from an fp32 O"),
     )
 
@@ -410,12 +419,13 @@ SWEEP_SHIFTS = (0.28768, 1.0, 4.0)
 
 def _sfa_sweep() -> Iterable[Arm]:
     """(group: what is varied) one change each from plain, published or guarded SFA."""
-    shared = (("max_steps", dict(SFA.base)["max_steps"]),)  # these are the runs of `sfa`
-    yield from (replace(arm, changes=shared, group="sfa") for arm in sfa_arms())
+    steps = ("max_steps", dict(SFA.base)["max_steps"])  # so that these are the runs of `sfa`
+    yield from (replace(a, changes=(*a.changes, steps), group="sfa") for a in sfa_arms())
     published, ours = f"{LOW},softmax=stabilized", f"{LOW},softmax=guarded"
     for beta in SWEEP_BETAS:
         text = f"{published},beta={beta:g}"
-        yield Arm(f"beta_{beta:g}", text, f"SFA, beta {beta:g}", group="beta")
+        changes = (("probes", WATCHED),)
+        yield Arm(f"beta_{beta:g}", text, f"SFA, beta {beta:g}", changes=changes, group="beta")
     for eps in SWEEP_EPS:
         text = f"{published},beta=2,eps={eps:g}"
         yield Arm(f"eps_{eps:g}", text, f"SFA, beta 2, eps {eps:g}", group="eps")
