@@ -372,16 +372,16 @@ WATCHED = ("spectral_norm_q", "tie_rate", "scores")
 def sfa_arms(low: str = LOW) -> tuple[Arm, ...]:
     """The failing arm and what is said to prevent its failure.
 
-    More is watched where underflow is possible: scores, and the heads of the step that broke.
+    More is watched in SFA's own runs: the scores, heads on their way, and those that broke.
     """
-    scores = ("probes", WATCHED)
-    broken = ("probes", (*WATCHED, "capture@spike:L0+1x16"))
+    on_the_way = ("probes", (*WATCHED, "capture@250:L0+1x8"))
+    broken = ("probes", (*WATCHED, "capture@spike:L0+1x8"))
     published = f"{low},softmax=stabilized"
     return (
         Arm("low", low, "plain softmax"),
         Arm("sfa2", f"{published},beta=2", "SFA, beta 2", changes=(broken,)),
         Arm("sfa7", f"{published},beta=7", "SFA, beta 7", changes=(broken,)),
-        Arm("guarded", f"{low},softmax=guarded,beta=7", "SFA, guarded", changes=(scores,)),
+        Arm("guarded", f"{low},softmax=guarded,beta=7", "SFA, guarded", changes=(on_the_way,)),
         Arm("delta_fp32", f"{low},delta_output=fp32", "delta from an fp32 O"),
     )
 
