@@ -375,7 +375,7 @@ def sfa_arms(low: str = LOW) -> tuple[Arm, ...]:
     More is watched in SFA's own runs: the scores, heads on their way, and those that broke.
     """
     on_the_way = ("probes", (*WATCHED, "capture@250:L0+1x8"))
-    broken = ("probes", (*WATCHED, "capture@spike:L0+1x8"))
+    broken = ("probes", (*WATCHED, "capture@spike:L0+1x16"))
     published = f"{low},softmax=stabilized"
     return (
         Arm("low", low, "plain softmax"),
