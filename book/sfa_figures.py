@@ -1,0 +1,129 @@
+"""Figures of chapter 5: weights and scales of crafted rows, parts of delta's error, fates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from kernels.formats import FloatFormat, parse_format
+
+from .captions import DASHES, INK, PALETTE, styled, subplots
+from .chapter5 import PARTS, DeltaPart
+from .sfa_rows import CARRIER_UNDERFLOW, largest_weight, scale_by_maximum
+
+MARKS = {"diverged": "x", "nonfinite": "s", "onset": "v", "healthy": ">", "stable": ">"}
+
+
+@styled
+def weights_figure(policies: Mapping[str, str], fmt: FloatFormat | str) -> Figure:
+    """P_bar of two tied maxima against the row maximum; shaded: rounds to 1, or to 0."""
+    fmt = parse_format(fmt)
+    figure, axes = subplots(1, 2, height=3.4, sharey=True)
+    small = np.logspace(-5, 0, 120)
+    large = np.linspace(0.5, 100, 400)
+    for axis, maxima in zip(axes, (small, large)):
+        for place, (label, text) in enumerate(policies.items()):
+            weight = np.maximum(largest_weight(maxima, text).numpy(), 1e-45)
+            how = dict(color=PALETTE[place % 6], linestyle=DASHES[place % 6])
+            axis.plot(maxima, weight, label=label, **how)
+        axis.axhspan(fmt.min_subnormal / 2, 1e-45, color=INK, alpha=0.12, linewidth=0)
+        axis.set(yscale="log", xlabel="row maximum", ylim=(1e-42, 30))
+    axes[0].set(xscale="log", ylabel="P̄ of the tied maxima", title="small maxima")
+    axes[1].set(title="large maxima")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    return figure
+
+
+@styled
+def scale_figure(policies: Mapping[str, str], formats: Sequence[str]) -> Figure:
+    """Change of O that rounding P_bar makes in a tied row, per cent, against its maximum."""
+    maxima = np.linspace(0.1, 8, 800)
+    figure, axes = subplots(len(formats), 1, height=1.9, sharex=True, squeeze=False)
+    for axis, fmt in zip(axes[:, 0], formats):
+        for place, (label, text) in enumerate(policies.items()):
+            scale = 100 * scale_by_maximum(maxima, text, fmt).numpy()
+            how = dict(color=PALETTE[place % 6], linestyle=DASHES[place % 6], linewidth=1.2)
+            axis.plot(maxima, scale, label=label, **how)
+        axis.set(title=f"P̄ in {fmt}", ylabel="change of O (%)")
+    axes[-1, 0].set(xlabel="row maximum")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    return figure
+
+
+@styled
+def parts_figure(parts: Mapping[str, Mapping[str, DeltaPart]]) -> Figure:
+    """Rms of each part of delta's error, policy by policy, in units of plain softmax's whole."""
+    figure, axis = subplots(height=0.8 + 0.62 * len(parts))
+    width = 0.8 / len(PARTS)
+    for place, name in enumerate(PARTS):
+        sizes = [p[name].size for p in parts.values()]
+        sizes = [x if np.isfinite(x) else 0.0 for x in sizes]
+        at = np.arange(len(parts)) + (place - (len(PARTS) - 1) / 2) * width
+        hatch = ("", "///", "...", "xx")[place]
+        axis.barh(at, sizes, width, label=name, color=PALETTE[place], hatch=hatch, alpha=0.85)
+    for line, found in enumerate(parts.values()):
+        if not np.isfinite(found["all"].size):
+            axis.text(0.02, line, "not finite", va="center")
+    axis.set_yticks(range(len(parts)), list(parts))
+    axis.set(xlabel="rms of the error of δ (plain softmax, all = 1)")
+    axis.invert_yaxis()
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper left", ncols=4)
+    return figure
+
+
+@styled
+def fates_figure(rows: Sequence[Mapping], steps: int | None = None) -> Figure:
+    """One line per arm, one mark per seed: the step at which the run ended, and how.
+
+    steps: the axis' right end, the same for several figures.
+    """
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    figure, axis = subplots(height=1.0 + 0.27 * len(labels))
+    shown = set()
+    for row in rows:
+        kind = row["kind"] if row["kind"] in ("diverged", "nonfinite") else "no failure"
+        step = row["diverged_step"] or row["nonfinite_step"] or row["steps"]
+        same = [r for r in rows if r["label"] == row["label"]]
+        y = labels.index(row["label"]) + 0.12 * (same.index(row) - (len(same) - 1) / 2)
+        colour = PALETTE[("diverged", "nonfinite", "no failure").index(kind)]
+        fill = "none" if kind == "no failure" else colour
+        axis.plot(
+            [step], [y], MARKS[row["kind"]], color=colour, markerfacecolor=fill, markersize=6,
+            linestyle="none", label=None if kind in shown else kind,
+        )  # fmt: skip
+        shown.add(kind)
+    axis.set_yticks(range(len(labels)), labels)
+    axis.set(xlabel="step at which the run ended", ylim=(len(labels) - 0.5, -0.5), xscale="log")
+    axis.set_xlim(50, 1.3 * (steps or max(row["steps"] for row in rows)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    axis.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
+
+
+@styled
+def scores_figure(rows: Sequence[Mapping], betas: Mapping[str, float]) -> Figure:
+    """Largest score of the worst head over steps, and the bound above which a tied row underflows.
+
+    betas: name of an arm -> its beta; records without scores are left out.
+    """
+    figure, axis = subplots(height=3.0)
+    drawn = [r for r in rows if r["arm"] in betas and "max_logit" in r["curves"]]
+    names = list(dict.fromkeys(r["arm"] for r in drawn))
+    for row in drawn:
+        place = names.index(row["arm"])
+        curve = row["curves"]["max_logit"]
+        known = row["label"] in [line.get_label() for line in axis.lines]
+        how = dict(color=PALETTE[place % 6], linestyle=DASHES[place % 6])
+        label = None if known else row["label"]
+        axis.plot(curve["step"], [v or np.nan for v in curve["value"]], label=label, **how)
+        axis.axhline(CARRIER_UNDERFLOW / (betas[row["arm"]] - 1), color=how["color"], linewidth=1)
+        if row["nonfinite_step"] is not None:
+            axis.axvline(row["nonfinite_step"], color=how["color"], linewidth=0.8, linestyle=":")
+    axis.set(xlabel="step", ylabel="largest score", yscale="log")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
