@@ -299,6 +299,8 @@ def _error_interventions(low: str, preset: str) -> Iterable[tuple[str, str, str,
     yield "sign", "mirror", error("mirror"), "mirrored: every sign turned"
     yield "sign", "random_sign", error("random_sign"), "random signs, the same sizes"
     yield "bias", "centred", error("centred"), "the mean of each head taken off"
+    yield "bias", "all_positive", error("all_positive"), "every error positive, the same sizes"
+    yield "bias", "all_negative", error("all_negative"), "every error negative, the same sizes"
     yield "row", "shuffled", error("shuffled"), "errors of other rows of the head"
     for factor in (1, 10) if preset in INJECTED else ():
         name = "injected" if factor == 1 else f"injected_{factor}"

@@ -14,8 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .attention import attention
+from .attention import Probe, attention
 from .numerics import Numerics, ScopedNumerics
+
+Watch = Callable[[torch.nn.Module, Tensor, Tensor, Tensor, Probe], None]
 
 
 def scaled_dot_product_attention(
@@ -84,6 +86,7 @@ def attention_function(
     *,
     numerics: Numerics | ScopedNumerics | str = "flash",
     backend: str = "auto",
+    watch: Watch | None = None,
     **others,
 ) -> tuple[Tensor, None]:
     """An attention function as transformers' `AttentionInterface` calls it.
@@ -91,7 +94,8 @@ def attention_function(
     query [B, H, L, D], key and value [B, Hkv, S, D] -> ([B, L, H, D], None). `numerics` may be
     scoped: the layer is `module.layer_idx`. Causality as in transformers' sdpa function: the mask
     where there is one, else causal for more than one query unless `is_causal` or the module says
-    no. Raises ValueError for dropout, and for logit soft-capping or attention sinks, which would
+    no. watch: called with (module, query, key, value, Probe) of every call; changes nothing.
+    Raises ValueError for dropout, and for logit soft-capping or attention sinks, which would
     change the function computed.
     """
     if dropout:
@@ -103,6 +107,7 @@ def attention_function(
     per_head = scoped.for_layer(getattr(module, "layer_idx", None) or 0, query.shape[1])
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    probe = Probe() if watch is not None else None
     out = attention(
         query,
         key,
@@ -112,12 +117,18 @@ def attention_function(
         scale=scaling,
         mask=attention_mask,
         backend=backend,
+        probe=probe,
     )
+    if watch is not None:
+        watch(module, query, key, value, probe)
     return out.transpose(1, 2).contiguous(), None
 
 
 def register_with_transformers(
-    name: str, numerics: Numerics | ScopedNumerics | str, backend: str = "auto"
+    name: str,
+    numerics: Numerics | ScopedNumerics | str,
+    backend: str = "auto",
+    watch: Watch | None = None,
 ) -> Callable:
     """Register `attention_function` under `name`; use it as `attn_implementation=name`.
 
@@ -131,7 +142,7 @@ def register_with_transformers(
             "transformers >= 4.51 is needed for this: pip install 'transformers>=4.51'"
         ) from error
     numerics = ScopedNumerics.parse(numerics)
-    function = partial(attention_function, numerics=numerics, backend=backend)
+    function = partial(attention_function, numerics=numerics, backend=backend, watch=watch)
     AttentionInterface.register(name, function)
     try:
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

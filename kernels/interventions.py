@@ -1,8 +1,8 @@
 """Interventions on the error of delta itself: what the backward subtracts in place of delta_lp.
 
-e = delta_lp - delta_hp is one number per row. `DeltaError` (kernels.numerics) says what each kind
-does; here is the arithmetic that all backends share. A kind changes one property of the error and
-keeps the others: its sign (`mirror`, `random_sign`), its mean (`centred`), which row it belongs to
+e = delta_lp - delta_hp is one number per row. `DeltaError` says what each kind does; here is the
+arithmetic that all backends share. A kind changes one property of the error and keeps the others:
+its sign (`mirror`, `random_sign`, `all_positive`), its mean (`centred`), which row it belongs to
 (`shuffled`), or the direction in which it moves dQ (`own_direction` and the rest).
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .numerics import DeltaError
+from .policies import DeltaError
 
 DIRECTIONS = ("own_direction", "random_direction", "leading_direction", "fixed_direction")
 Draw = Callable[[str], torch.Generator]
@@ -31,6 +31,8 @@ def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, generator: Draw) ->
         return hp - e
     if kind == "sham":
         return (hp - e) + 2 * e
+    if kind in ("all_positive", "all_negative"):
+        return hp + e.abs() if kind == "all_positive" else hp - e.abs()
     if kind == "centred":
         return hp + (e - e.mean((0, 2), keepdim=True))
     if kind == "random_sign":

@@ -53,6 +53,8 @@ class Softmax:
 DeltaErrorKind = Literal[
     "mirror",
     "random_sign",
+    "all_positive",
+    "all_negative",
     "centred",
     "shuffled",
     "injected",
@@ -71,6 +73,8 @@ class DeltaError:
     delta_hp reads O as `delta_output=FP32` does, delta_lp as the Numerics say. In the backward:
     mirror            delta = delta_hp - e: the same error with its sign turned
     random_sign       delta = delta_hp + s*e, s = +-1 per row, seeded
+    all_positive      delta = delta_hp + |e|: the same sizes, one sign in every row
+    all_negative      delta = delta_hp - |e|: the other one
     centred           delta = delta_hp + e - mean(e), the mean of each head over the batch: no bias
     shuffled          delta = delta_hp + e of another row of the head: the same mean and sizes,
                       which no longer belong to their rows; seeded

@@ -8,7 +8,7 @@ import torch
 from kernels import emulated, parse_numerics
 from kernels.forensics import coherent_gain
 from kernels.interventions import DIRECTIONS, disturbed_delta, leading_direction, stray_gradient
-from kernels.numerics import DeltaError, DeltaErrorKind
+from kernels.policies import DeltaError, DeltaErrorKind
 
 
 def draw(seed=0):
@@ -32,6 +32,8 @@ def test_each_kind_changes_one_property(e):
     torch.testing.assert_close(centred.std((0, 2)), e.std((0, 2)))
     signs = errors("random_sign", e)
     assert torch.equal(signs.abs(), e.abs()) and not torch.equal(signs, e)
+    assert torch.equal(errors("all_positive", e), e.abs())
+    assert torch.equal(errors("all_negative", e), -e.abs())
 
 
 def test_shuffled_errors_are_those_of_other_rows_of_the_same_head(e):
