@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from IPython.display import Markdown
 
 from gpt2.ddmin import Trace, minimise
 from gpt2.fork import fork, identical_losses
+from gpt2.minimise import Unit, units_of, upcast
+from gpt2.outcomes import Outcome
 from gpt2.runs import Run
 from kernels.numerics import ScopedNumerics
 
@@ -64,17 +66,24 @@ def control_words(experiment: Experiment, runs: Mapping, seed: int) -> Markdown:
     return Markdown("\n".join(f"- {sentence}" for sentence in told))
 
 
-# -- the search over layers -----------------------------------------------------------------------
+# -- searches -------------------------------------------------------------------------------------
 
 
-def search_layers(
-    experiment: Experiment, runs: Mapping, seed: int, *, budget: int = 0, **options
+def search(
+    experiment: Experiment,
+    runs: Mapping,
+    seed: int,
+    units: Sequence[str],
+    spell: Callable[[Sequence[str]], str],
+    *,
+    budget: int | None = None,
+    **options,
 ) -> Trace:
-    """Delta debugging with a layer's whole attention as the unit, answered by forks on hand.
+    """Delta debugging: the smallest set of units whose upcast keeps the failing run alive.
 
-    A set of layers in fp32 helps if its fork neither failed nor showed an onset. Sets that some
-    arm has run are looked up; for others at most `budget` forks are trained (options of
-    `gpt2.fork.fork`). With two layers the arms answer every question.
+    spell: the attention text in which these units are fp32. A set helps if its fork neither failed
+    nor showed an onset, by the rules that all arms are judged by. What some arm has run is looked
+    up; for the rest at most `budget` forks are trained (options of `gpt2.fork.fork`).
     """
     parent = runs[experiment.parent, seed]
     config = parent.config
@@ -82,11 +91,11 @@ def search_layers(
     known = {_numbers(run.config.attention, config): name for name, run in of_seed.items()}
     known[_numbers(config.attention, config)] = experiment.parent
     at = fork_step(parent, next(a.at for a in experiment.arms if a.at is not None))
-    left = budget
+    left = float("inf") if budget is None else budget
 
-    def is_stable(layers: tuple[str, ...]) -> tuple[bool, dict]:
+    def is_stable(names: tuple[str, ...]) -> tuple[bool, dict]:
         nonlocal left
-        text = "; ".join([config.attention, *(f"{layer} -> exact" for layer in layers)])
+        text = spell(names)
         name = known.get(_numbers(text, config), text)
         if name not in of_seed:
             if left < 1:
@@ -95,9 +104,9 @@ def search_layers(
             until = fork_end(parent, experiment.until)
             of_seed[name] = fork(parent, at, {"attention": text}, until=until, **options)
         outcome = judge(experiment, of_seed)[name]
-        return outcome.kind in ("healthy", "stable"), {"outcome": outcome.to_dict()}
+        return outcome.kind in ("healthy", "stable"), {"outcome": _brief(outcome)}
 
-    trace = Trace(tuple(f"L{i}" for i in range(config.n_layer)))
+    trace = Trace(tuple(units))
     try:
         return minimise(trace.units, is_stable, trace=trace)
     except _NotOnHand:
@@ -105,6 +114,34 @@ def search_layers(
         stable = [q.units for q in trace.questions if q.answer]
         trace.result = min(stable, key=len, default=None)
         return trace
+
+
+def search_layers(experiment: Experiment, runs: Mapping, seed: int, **options) -> Trace:
+    """`search` with a layer's whole attention as the unit; two layers need no further fork."""
+    config = runs[experiment.parent, seed].config
+    layers = [f"L{i}" for i in range(config.n_layer)]
+
+    def spell(names: Sequence[str]) -> str:
+        return "; ".join([config.attention, *(f"{layer} -> exact" for layer in names)])
+
+    return search(experiment, runs, seed, layers, spell, **options)
+
+
+def search_sites(experiment: Experiment, runs: Mapping, seed: int, *, by: str, **options) -> Trace:
+    """`search` with one site of a head, of a layer or of the model as the unit (`by`)."""
+    config = runs[experiment.parent, seed].config
+    units = units_of(config.attention, config.n_layer, config.n_head, by=by)
+
+    def spell(names: Sequence[str]) -> str:
+        chosen = [Unit.parse(name) for name in names]
+        return upcast(config.attention, chosen, config.n_layer, config.n_head)
+
+    return search(experiment, runs, seed, [str(u) for u in units], spell, **options)
+
+
+def _brief(outcome: Outcome) -> dict:
+    kept = ("kind", "last_step", "diverged_step", "nonfinite_step", "held_out_loss")
+    return {name: getattr(outcome, name) for name in kept}
 
 
 class _NotOnHand(Exception):
@@ -121,7 +158,7 @@ def search_words(trace: Trace) -> str:
     asked = f"{len(trace.questions)} questions"
     units = ", ".join(trace.result or ()) or "nothing"
     return {
-        "minimal": f"After {asked}: {units} in fp32 is enough, and no part of that set is.",
+        "minimal": f"After {asked}: enough in fp32 is {units}, and no part of that set is enough.",
         "unstable": "Not even all units in fp32 keep this run alive: the cause lies elsewhere.",
         "needless": "The run lives without any change, so there is nothing to search for.",
         "budget": f"The budget ended after {asked}; the smallest set so far: {units}.",
@@ -199,12 +236,25 @@ def paper_comparison(
         if not mine:
             out.append((label, paper, "not run", "-"))
             continue
-        same = failed == (len(mine) if paper else 0)
-        word = "agrees" if same else "mixed" if 0 < failed < len(mine) else "**differs**"
         signs = sum(row["kind"] == "onset" for row in mine)
+        word = _agreement(paper, failed, signs, len(mine))
         more = f", {signs} more with an onset" if signs else ""
         out.append((label, paper, f"{failed} of {len(mine)} failed{more}", word))
     return out
+
+
+def _agreement(paper_failed: bool, failed: int, signs: int, runs: int) -> str:
+    """Between the paper's outcome and ours; an onset without failure is neither."""
+    if (failed == runs) if paper_failed else (failed + signs == 0):
+        return "agrees"
+    if (failed + signs == 0) if paper_failed else (failed == runs):
+        return "**differs**"
+    return "mixed"
+
+
+def no_archive(name: str) -> Markdown:
+    """What stands in the place of a figure whose archive is not there."""
+    return Markdown(f"*No archive for this preset yet; `python -m book.{name}` makes one.*")
 
 
 def _word(failed: bool) -> str:

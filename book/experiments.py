@@ -73,6 +73,8 @@ class Experiment:
 # The book's failing regime without a GPU: the paper's low precision with every bf16 site cut to
 # 2 fraction bits. Scores are rounded as well, so rows do tie.
 LOW = "paper,matched_bits=2"
+# A run that others fork from keeps its states; this is no part of its identity.
+FORKABLE = (("checkpoint_interval", 250), ("keep_checkpoints", 24))
 # The other dial: everything in fp32 but O_bar and O. No score is rounded, so hardly any row ties.
 LOW_OUTPUT = "exact,output_bits=2"
 
@@ -87,7 +89,7 @@ def _failure(name: str, low: str, question: str) -> Experiment:
         failing="low",
         twin="delta_fp32",  # the fp32 arm rounds no score, so its ties are no measure of ties
         arms=(
-            Arm("low", low, "low precision", changes=(("keep_checkpoints", 20),)),  # to fork from
+            Arm("low", low, "low precision", changes=FORKABLE),
             Arm("delta_fp32", f"{low},delta_output=fp32", "delta from an fp32 O"),
             Arm("fp32", "exact", "attention in fp32"),
         ),
@@ -124,18 +126,18 @@ DIALS = Experiment(
 class Regime:
     """How a preset is made to fail, and which part of that run the forks of chapter 2 see.
 
-    low: numerics that fail. steps: most steps of the failing run. at, until: where forks start and
-    end, as shares of the steps that it took to fail; `at` lies before anything shows.
+    low: numerics that fail. steps: most steps of the failing run. at: where forks start, a step or
+    a share of the steps that it took to fail, before its onset. until: where they end, a share.
     """
 
     low: str
     steps: int
-    at: float = 0.25
+    at: int | float = 0.25
     until: float = 1.5
 
 
 REGIMES = {
-    "cpu": Regime(LOW, dict(FAILURE.base)["max_steps"]),
+    "cpu": Regime(LOW, dict(FAILURE.base)["max_steps"], at=250),
     "mini": Regime("paper,output_bits=4", 6_000),
 }
 LIVE_ISOLATION = ("same", "exact", "delta_fp32", "delta_dP_P", "only_L0", "only_L1")
@@ -149,17 +151,18 @@ SITES = {
 }
 
 
-def isolation(preset: str = "cpu", *, at: float | None = None, until: float | None = None):
+def isolation(
+    preset: str = "cpu", *, at: int | float | None = None, until: float | None = None
+) -> Experiment:
     """The paper's isolation experiments (section 3.2) as forks of a failing run, one change each.
 
-    at, until: shares of the failing run's steps, else the regime's. A preset without a regime of
+    at, until: as in `Regime`, whose values are the defaults. A preset without a regime of
     its own uses `paper`. Interventions that come to the same numbers are one arm (`Arm.also`).
     """
     config = make_config(preset)
     regime = REGIMES.get(preset, Regime("paper", config.max_steps))
     regime = replace(regime, at=at or regime.at, until=until or regime.until)
-    keep = (("keep_checkpoints", 20),)
-    parent = Arm("low", regime.low, "low precision", changes=keep, group="failing run")
+    parent = Arm("low", regime.low, "low precision", changes=FORKABLE, group="failing run")
     forks = [
         Arm(name, attention, label, at=regime.at, group=group)
         for group, name, attention, label in _interventions(regime.low, config)
@@ -264,14 +267,13 @@ LIVE_ERRORS = ("sham", "mirror", "random_sign", "random_direction")
 def errors(preset: str = "cpu", *, forked: bool = False) -> Experiment:
     """Interventions on the error of delta itself; the forward pass is the failing run's in all.
 
-    forked: from a quarter of the steps that the failing run took, as chapter 2's are, else from
+    forked: from the step at which chapter 2's forks start, before the onset, else from
     the start, where an intervention also shapes what it acts on.
     """
     config = make_config(preset)
     regime = REGIMES.get(preset, Regime("paper", config.max_steps))
     at = regime.at if forked else None
-    keep = (("keep_checkpoints", 20),)
-    low = Arm("low", regime.low, "low precision", changes=keep, group="failing run")
+    low = Arm("low", regime.low, "low precision", changes=FORKABLE, group="failing run")
     arms = [
         Arm(name, attention, label, at=at, group=group)
         for group, name, attention, label in _error_interventions(regime.low, preset)

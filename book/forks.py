@@ -2,7 +2,8 @@
 
 An arm such as `Arm("heads_top", "paper; {top} -> exact", ..., at=0.25)` is settled only when its
 parent has run: the fork starts at a quarter of the steps that the parent took to fail, and the
-head is the one whose query weights had the largest spectral norm.
+head is the one whose query weights had the largest spectral norm before that. A whole number is a
+step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def fork_end(parent: Run, until: float | None) -> int:
     failed = parent.outcome.failed_step
     if until is None or failed is None:
         return parent.config.max_steps
-    return math.ceil(until * failed / 100) * 100
+    return math.ceil((until * failed + 1) / 100) * 100
 
 
 def plan_fork(experiment: Experiment, arm: Arm, parent: Run) -> Fork:

@@ -124,7 +124,7 @@ def told_outcomes(monkeypatch):
 def test_with_two_layers_the_arms_answer_the_whole_search(told_outcomes):
     trace = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,)}), 0)
     assert trace.state == "minimal" and trace.result == ("L1",)
-    assert "L1 in fp32 is enough" in chapter2.search_words(trace)
+    assert "enough in fp32 is L1, and" in chapter2.search_words(trace)
     both = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,), (0,)}), 0)
     assert both.result == ("L0", "L1")
     lost = chapter2.search_layers(LIVE, fake_runs({(0, 1), (1,), ()}), 0)
@@ -142,8 +142,26 @@ def test_an_onset_counts_as_a_sign_in_the_search(told_outcomes):
 def test_a_question_that_no_arm_answers_ends_a_search_without_budget(told_outcomes):
     runs = fake_runs({(0, 1), (1,)})
     del runs["only_L1", 0], runs["only_L0", 0]
-    trace = chapter2.search_layers(LIVE, runs, 0)
+    trace = chapter2.search_layers(LIVE, runs, 0, budget=0)
     assert trace.state == "budget" and trace.result == ("L0", "L1")
+
+
+def test_the_finer_search_trains_forks_of_single_sites_and_remembers_them(
+    told_outcomes, monkeypatch
+):
+    asked = []
+
+    def train(parent, at, changes, *, until, **options):
+        asked.append(changes["attention"])
+        lives = "unnormalized=fp32" in changes["attention"].partition("L1 ->")[2]
+        outcome = Outcome("stable" if lives else "diverged", 9, None if lives else 9)
+        return SimpleNamespace(config=parent.config.at(**changes), outcome=outcome, step=9)
+
+    monkeypatch.setattr(chapter2, "fork", train)
+    trace = chapter2.search_sites(LIVE, fake_runs({(0, 1)}), 0, by="layer")
+    assert trace.state == "minimal" and trace.result == ("unnormalized@L1",)
+    assert len(asked) == len(set(asked)) == len(trace.questions) - 1  # "nothing" is the parent
+    assert all("outcome" in q.detail for q in trace.questions)
 
 
 def test_the_tree_draws_each_question_below_the_set_it_was_cut_from():

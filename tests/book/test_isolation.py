@@ -30,6 +30,7 @@ def test_the_failing_run_is_the_one_of_chapter_1():
         jobs(isolation(), seeds=[3], arms=["same"]),
         jobs(FAILURE, seeds=[3], arms=["low"]),
     )
+    assert mine.config.checkpoint_interval == 250  # where forks start
     assert mine.arm.name == "low" and mine.config.identity() == theirs.config.identity()
 
 
@@ -61,7 +62,8 @@ def test_forks_start_at_a_checkpoint_before_the_failure_and_end_well_after_it():
     assert fork_step(run, 0.5) == 1_000
     assert fork_step(run, 777) == 777
     assert fork_step(parent_run(failed=800), 0.25) == 200  # no checkpoint so early
-    assert fork_end(run, 1.5) == 3_100
+    assert fork_end(run, 1.5) == 3_100 and fork_end(run, 1.0) == 2_100
+    assert fork_end(parent_run(failed=2_000), 1.0) == 2_100  # far enough to fail as the parent did
     assert fork_end(run, None) == fork_end(parent_run(), 1.5) == run.config.max_steps
 
 
