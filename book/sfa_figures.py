@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 from kernels.formats import FloatFormat, parse_format
 
 from .captions import DASHES, INK, PALETTE, styled, subplots
-from .chapter5 import PARTS, DeltaPart
+from .sfa_heads import PARTS, DeltaPart
 from .sfa_rows import CARRIER_UNDERFLOW, largest_weight, scale_by_maximum
 
 MARKS = {"diverged": "x", "nonfinite": "s", "onset": "v", "healthy": ">", "stable": ">"}
