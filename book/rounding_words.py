@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from IPython.display import Markdown
 
-from kernels.forensics import DeltaMeasurement, RoundingTrace
+from kernels.forensics import DeltaMeasurement, RoundingTrace, SignedMean
 
 from .captions import Provenance, caption
 from .chapter4 import ReadBack, StoredError, plus_minus
@@ -52,6 +52,7 @@ def what_you_saw(
     parts: Mapping[str, DeltaMeasurement],
     moments: Mapping[str, Sequence[Moment]],
     changed: Mapping[str, Mapping[str, OutputError]],
+    biases: Mapping[str, Mapping[str, SignedMean]],
 ) -> Markdown:
     """The chapter in sentences, each with its numbers."""
     small = min(stored["Ō rounded"])
@@ -75,6 +76,12 @@ def what_you_saw(
             f"step {last.tied:.1%} of its rows were tied and {last.absorbing:.1%} absorbing; "
             + _causes(delta)
         )
+        of_output = ", ".join(
+            f"{plus_minus(found)} ulp in {kind} rows"
+            for kind, found in biases[name].items()
+            if found.n > 1
+        )
+        lines.append(f"The stored O of that head, {name}, errs by {of_output} (away from zero).")
         arms = "; ".join(f"{arm} {plus_minus(e.delta)}" for arm, e in changed[name].items())
         lines.append(f"The same after changes to the head {name}: {arms}.")
     return Markdown("\n".join(f"- {line}" for line in lines))
