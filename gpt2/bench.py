@@ -80,6 +80,34 @@ class StepTimer:
         return [1e3 * (b - a) for a, b in zip(self.marks, self.marks[1:])]
 
 
+def alone_ms(device: torch.device, work, repeats: int = 5) -> float:
+    """Median milliseconds of `work()` by itself, after one call that is not timed."""
+    work()
+    timer = StepTimer(device)
+    timer.mark()
+    for _ in range(repeats):
+        work()
+        timer.mark()
+    return statistics.median(timer.times())
+
+
+def undivided_ms(trainer: Trainer) -> dict[str, float]:
+    """Times of what does not shrink with the number of processes: summing gradients, updating."""
+    gradient, config = trainer.optimizers.gradient, trainer.config
+
+    def update():
+        gradient.clip(config.grad_clip)
+        trainer.optimizers.step()
+
+    def reduce():
+        trainer.group.sum_(gradient.buffer, config.grad_reduce_dtype)
+
+    return {
+        "reduce_ms": alone_ms(trainer.device, reduce) if trainer.group.world > 1 else 0.0,
+        "update_ms": alone_ms(trainer.device, update),
+    }
+
+
 def measure(
     preset: str, implementation: str, group: Group, device: torch.device, overrides: dict
 ) -> dict:
@@ -129,6 +157,7 @@ def measure(
         "grad_reduce_dtype": config.grad_reduce_dtype,
         "parameters": trainer.model.count_parameters(positions=True),
         "warmup_s": round(compile_s, 1),
+        **undivided_ms(trainer),
     }
 
 

@@ -10,7 +10,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 # Tools that cannot change a run. (Outcomes stay in: they decide when a run stops.)
 _WITHOUT = {
     "kernels": ("bench", "forensics"),
-    "gpt2": ("prepare", "fingerprint", "bench", "hardware", "many", "progress"),
+    "gpt2": (
+        *("prepare", "fingerprint", "bench", "hardware", "many", "progress"),
+        *("scaling", "scaling_runs", "scaling_parts", "children", "reduction"),
+    ),
 }
 
 

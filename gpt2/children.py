@@ -1,0 +1,115 @@
+"""Programs of this package started as processes of their own, alone or under torchrun.
+
+Every child has a log file and a time limit; none outlives the program that started it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+LAST_WORDS = 600  # characters of a failed child's output that its error shows
+
+
+class ChildError(RuntimeError):
+    """A child failed or took too long; the message says which and its last words."""
+
+
+class Child:
+    """A running command whose output goes to `log`."""
+
+    def __init__(self, command: list[str], log: Path):
+        self.log, self.began = log, time.monotonic()
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, limit_s: float) -> int:
+        """The exit code. Raises ChildError, with the whole family ended, after `limit_s`."""
+        try:
+            return self.process.wait(max(limit_s, 0.1))
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise ChildError(f"{self.log.stem} took longer than {limit_s:.0f} s") from None
+
+    def finish(self, limit_s: float) -> float:
+        """Seconds since the start. Raises ChildError for any exit code but 0."""
+        code = self.wait(limit_s)
+        if code:
+            words = self.text().strip()[-LAST_WORDS:]
+            raise ChildError(f"{self.log.stem} ended with exit code {code}: {words}")
+        return time.monotonic() - self.began
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that torchrun started, in the order of their ranks."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        workers = {}
+        for process in family:
+            try:
+                rank = process.environ().get("RANK")
+            except psutil.Error:
+                continue
+            if rank is not None and process.ppid() == self.process.pid:
+                workers[int(rank)] = process
+        return [workers[rank] for rank in sorted(workers)]
+
+    def end(self) -> None:
+        """Kill the command and all that it started."""
+        try:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.Error:
+            family = []
+        for process in [self.process, *family]:
+            try:
+                process.kill()
+            except (psutil.Error, OSError):
+                pass
+        self.process.wait()
+
+
+@dataclass
+class Machine:
+    """Where children run: how many processes, in which folder, until when.
+
+    device: "cuda" or "cpu". deadline: on time.monotonic()'s clock.
+    """
+
+    device: str
+    processes: int
+    work: Path
+    deadline: float
+    children: list[Child] = field(default_factory=list)
+
+    def remaining(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def start(self, name: str, module: str, arguments: list[str], processes: int) -> Child:
+        """`python -m module`, or the same under torchrun for several processes."""
+        command = [sys.executable, "-m"]
+        if processes > 1:
+            command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+            command += ["-m"]
+        child = Child([*command, module, *arguments], self.work / f"{name}.log")
+        self.children.append(child)
+        return child
+
+    def run(self, name: str, module: str, arguments: list[str], processes: int) -> Child:
+        """Start a child and wait for its end. Raises ChildError for a failure."""
+        child = self.start(name, module, arguments, processes)
+        child.finish(self.remaining())
+        return child
+
+    def end(self) -> None:
+        """End every child that still runs."""
+        for child in self.children:
+            if child.process.poll() is None:
+                child.end()
