@@ -152,8 +152,18 @@ class Watchdog:
     def stop(self) -> None:
         self._stop.set()
 
-    def lost(self) -> str | None:
-        """A sentence about the first process found dead, or None."""
+    def lost(self, patience_s: float = 0.0) -> str | None:
+        """A sentence about the first process found dead, or None if none is after `patience_s`.
+
+        A killed process closes its connections a moment before it is dead, so an error of a
+        collective comes first and its cause can only be seen after a little patience.
+        """
+        end = time.monotonic() + patience_s
+        while (found := self._first_dead()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
+
+    def _first_dead(self) -> str | None:
         for rank, host, pid, started in self.others:
             if not _alive(pid, started):
                 return (

@@ -35,13 +35,13 @@ def study(device: str, corpus: str) -> Study:
         probe_interval=NEVER,
     )
     if device == "cpu":
-        toy = dict(n_embd=32, block_size=32, batch_size=8, warmup_steps=5, max_steps=200)
-        toy |= dict(corpus_max_bytes=400_000, checkpoint_interval=10, probes=_probes(100))
+        toy = dict(n_embd=32, block_size=32, batch_size=8, warmup_steps=5, max_steps=100)
+        toy |= dict(corpus_max_bytes=400_000, checkpoint_interval=10, probes=_probes(50))
         toy |= dict(learning_rate=1e-3)
         small = make_config("cpu", common | toy)
         changes = tuple(f"{k}={toy[k]}" for k in ("n_embd", "block_size", "batch_size"))
         large = small.at(micro_batch_size=1, max_steps=8, probes=())
-        return Study(small, large, 100, (("cpu", "exact,paper", changes),))
+        return Study(small, large, 50, (("cpu", "exact,paper", changes),))
     # Compiling the small model would take longer than its steps. The large one warms up within
     # the few steps that it has, so that its weights move and differences can grow.
     small = dict(vocab_size=VOCABULARY["mini"], max_steps=200, checkpoint_interval=50)

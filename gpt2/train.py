@@ -208,7 +208,7 @@ class _Session:
             )
             raise
         except Exception as error:
-            lost = watchdog.lost() if watchdog else None
+            lost = watchdog.lost(patience_s=3) if watchdog else None
             if lost:
                 print(lost, file=sys.stderr, flush=True)
                 self._status("interrupted", lost)
