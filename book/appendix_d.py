@@ -10,10 +10,12 @@ gguf and accelerate for .gguf files). Results go to book/results/llama-ties/.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import importlib.util
 import inspect
+import io
 import json
 import platform
 import sys
@@ -47,6 +49,14 @@ def packaged_model() -> Path | None:
     return next(iter(sorted(Path(found.origin).parent.glob("*.gguf"))), None)
 
 
+def at_hand() -> Path | None:
+    """The packaged model if it can be read here (transformers, gguf and accelerate), or None."""
+    needs = ("transformers", "gguf", "accelerate")
+    if any(importlib.util.find_spec(name) is None for name in needs):
+        return None
+    return packaged_model()
+
+
 def texts() -> dict[str, str]:
     """Two texts that every reader has: this book's first page, and a module of Python."""
     return {
@@ -70,8 +80,9 @@ def load_model(name: str | Path, *, local_only: bool = True):
     if path.suffix == ".gguf":
         name, options["gguf_file"] = path.parent, path.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
-        model = AutoModelForCausalLM.from_pretrained(str(name), dtype=torch.float32, **options)
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars, which no page wants
+            tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
+            model = AutoModelForCausalLM.from_pretrained(str(name), dtype=torch.float32, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"cannot load {name}: {str(error).splitlines()[0]}") from None
     return model.eval(), tokenizer

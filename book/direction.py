@@ -39,6 +39,7 @@ from .captured import Captured
 
 Place = tuple[int, int]  # layer, head
 PAIRS = 256  # terms whose pairwise cosines are drawn
+SIGN_DRAWS = 99
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,26 @@ class Moment:
     def R(self) -> Tensor:
         """The mean term, [D, C]: what the paper calls the common low-rank direction."""
         return self.coherence.R
+
+    @cached_property
+    def random_signs(self) -> Tensor:
+        """Coherent gains of these terms and sizes with a coin's sign for every row, [SIGN_DRAWS].
+
+        The null for bias: directions as they are, however alike. Terms along one line give gains
+        distributed as |N(0, 1)|, terms in random directions values close to 1.
+        """
+        a, b, c = self.weight.terms
+        apart = (c * a.norm(dim=1) * b.norm(dim=1)).norm()
+        generator = torch.Generator().manual_seed(self.step)
+        signs = torch.randint(0, 2, (SIGN_DRAWS, len(c)), generator=generator).double() * 2 - 1
+        weighted = c[:, None] * a
+        return torch.stack([(weighted.T @ (s[:, None] * b)).norm() / apart for s in signs])
+
+    @property
+    def sign_p_value(self) -> float:
+        """Share of sign patterns with a gain at least as large as the one found."""
+        reached = int((self.random_signs >= self.coherence.gain).sum())
+        return (reached + 1) / (SIGN_DRAWS + 1)
 
     @property
     def first_energy(self) -> float:
@@ -103,11 +124,12 @@ def fastest(moments: Mapping[Place, Sequence[Moment]]) -> Place:
 
 
 def stages(series: Sequence[Moment], failed_from: int | None) -> dict[str, Moment]:
-    """Untrained, half-way to the failure, and the last capture before it (or the last of all)."""
+    """Untrained, half-way to the failure, the last capture before it, and one inside, if any."""
     end = series[-1].step if failed_from is None else failed_from
     before = [m for m in series if m.step <= end]
     half = min(before, key=lambda m: abs(m.step - end / 2))
-    return {"untrained": before[0], "half-way": half, "at the end": before[-1]}
+    found = {"untrained": before[0], "half-way": half, "at the end": before[-1]}
+    return found | ({"failing": series[-1]} if series[-1].step > end else {})
 
 
 def leading_pair(M: Tensor) -> tuple[Tensor, Tensor]:

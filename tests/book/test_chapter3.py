@@ -1,0 +1,247 @@
+"""Chapter 3 on crafted heads: what each measure says where the answer is known."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from book import appendix_d, chapter3, direction, direction_figures
+from book.captured import captured_heads
+from book.evidence import head_curves, jobs
+from book.experiments import FAILURE, LIVE_ERRORS, LOW, LOW_RANK, errors, isolation
+from gpt2.config import make_config
+from kernels.numerics import ScopedNumerics, parse_numerics
+
+
+def write_head(folder, step, place=0, seed=0):
+    """A captured head of 4 sequences of 24 rows, D = 8, C = 12, with W_Q growing by the step."""
+    g = torch.Generator().manual_seed(seed + step)
+    X = torch.randn(4, 24, 12, generator=g) + 1.0
+    W_Q = torch.randn(8, 12, generator=g) * (1 + step / 100)
+    arrays = dict(q=X @ W_Q.T, X=X, W_Q=W_Q)
+    arrays |= {n: torch.randn(4, 24, 8, generator=g) for n in ("k", "v", "dO")}
+    arrays["k"] += 2.0
+    arrays = {n: x.numpy() for n, x in arrays.items()} | dict(step=step, layer=1, head=place)
+    numerics = parse_numerics("exact,output_bits=2").to_json()
+    np.savez(folder / f"step_{step:08d}-L1H{place}.npz", **arrays, numerics=numerics)
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captures")
+    for step in (0, 100, 200, 300):
+        for place in (0, 1):
+            write_head(folder, step, place, seed=7 * place)
+    return direction.measure(captured_heads(folder.glob("*.npz")), draws=5)
+
+
+def with_errors(moment, c):
+    a, b, _ = moment.weight.terms
+    weight = dataclasses.replace(moment.weight, terms=(a, b, c))
+    return dataclasses.replace(moment, weight=weight, coherence=weight.coherence(draws=5))
+
+
+def test_moments_are_by_head_and_step_and_the_identity_holds(moments):
+    assert list(moments) == [(1, 0), (1, 1)]
+    assert [m.step for m in moments[1, 0]] == [0, 100, 200, 300]
+    assert all(m.weight.residual < 1e-4 for m in moments[1, 0])
+    assert direction.fastest(moments) in moments
+    assert all(m.projection <= m.spectral_norm * (1 + 1e-9) for m in moments[1, 1])
+
+
+def test_stages_say_whether_a_capture_lies_inside_the_failure(moments):
+    series = moments[1, 0]
+    steps = {n: m.step for n, m in direction.stages(series, 220).items()}
+    assert steps == {"untrained": 0, "half-way": 100, "at the end": 200, "failing": 300}
+    assert "failing" not in direction.stages(series, None)
+
+
+def test_one_sign_is_told_from_random_signs(moments):
+    moment = moments[1, 0][0]
+    size = moment.weight.terms[2].abs()
+    coin = torch.randint(0, 2, size.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    one_sign, mixed = with_errors(moment, size), with_errors(moment, size * coin)
+    assert one_sign.sign_p_value == pytest.approx(1 / 100) and one_sign.coherence.gain > 3
+    assert mixed.sign_p_value > 0.05
+    assert one_sign.coherence.approximation_cosine > 0.9
+
+
+def test_pairwise_cosines_of_random_directions_are_near_zero(moments):
+    moment = moments[1, 0][0]
+    assert direction.random_pairs(moment).std() < 0.15
+    assert direction.pairwise(moment).mean() > 0.2  # keys share a mean, and so do inputs
+    found = direction.angles(moments[1, 0])
+    assert torch.allclose(found.diagonal(), torch.ones(4)) and torch.allclose(found, found.T)
+
+
+def test_random_directions_have_a_gain_near_one_and_one_sign_has_more(moments):
+    captured = moments[1, 0][0].captured
+    gains = direction.injected_gains(captured.head, captured.numerics)
+    assert gains["random_direction"] == pytest.approx(1.0, abs=0.5)
+    assert gains["all_positive"] > 3
+    for kind in ("mirror", "own_direction"):
+        assert gains[kind] == pytest.approx(gains["sham"], rel=1e-3)
+    assert gains["sham"] == pytest.approx(moments[1, 0][0].coherence.gain, rel=1e-3)
+
+
+def test_bias_is_found_where_every_error_has_one_sign(moments):
+    series = moments[1, 0]
+    fair = direction.bias(series)
+    assert abs(fair.mean.z) < 4 and 0.3 < fair.positive < 0.7
+    pushed = []
+    for moment in series:
+        delta = dataclasses.replace(moment.delta, error=moment.delta.error.abs())
+        pushed.append(dataclasses.replace(moment, delta=delta))
+    found = direction.bias(pushed)
+    assert found.positive == 1 and found.mean.z > 10 and found.total > found.sigma
+
+
+def test_features_add_up_to_the_sum_of_errors(moments):
+    moment = moments[1, 0][0]
+    signs = direction.feature_signs(moment)
+    assert signs.total == pytest.approx(float(moment.delta.error.sum()))
+    assert signs.dO.shape == signs.error.shape == (8,)
+
+
+def test_columns_are_similar_where_the_left_factors_are():
+    a, b = np.array([1.0, 2.0]), np.array([3.0, -1.0, 0.0])
+    first, second = np.outer(a, b), np.outer(2 * a, np.abs(b))
+    cosines = direction_figures.column_cosines(first, second)
+    assert cosines == pytest.approx([1.0, -1.0, 0.0])
+
+
+def test_figures_and_tables_are_drawn(moments):
+    series = moments[1, 0]
+    chosen = direction.stages(series, 220)
+    figures = direction_figures
+    for figure in (
+        figures.four_terms(series[0], series[1], (3, 40)),
+        figures.cosine_histograms(chosen),
+        figures.cosine_bands(moments),
+        figures.direction_map(series),
+        figures.coherence_panels(series),
+        figures.error_sizes(moments),
+        figures.features(series[0]),
+        figures.growth(moments),
+    ):
+        assert figure.axes
+    stage = chapter3.stage_table(chosen).data
+    assert "failing, step 300" in stage
+    assert chapter3.gains_table(chosen).data.count("random_direction") == 1
+    assert chapter3.identity_table(moments, 100).data.count("layer 1, head") == 2
+    told = chapter3.what_you_saw(moments, chosen, [], None, None).data
+    assert "step 200" in told and "step 300" in told
+    assert "biased beyond 3 σ" in chapter3.against_the_paper(moments, None).data
+
+
+# -- experiments ----------------------------------------------------------------------------------
+
+
+def test_interventions_share_the_failing_forward_pass():
+    low = parse_numerics(LOW)
+    for arm in errors().arms:
+        scoped = ScopedNumerics.parse(arm.attention)
+        for layer in range(2):
+            n = scoped.for_layer(layer, 2)[0]
+            assert n.at(delta_error=None, delta_output=None) == low, arm.name
+    assert set(LIVE_ERRORS) <= set(errors().arm_names) == set(chapter3.KEEPS)
+    assert "injected" not in errors("mini").arm_names  # no moments were measured for it
+
+
+def test_forks_start_from_chapter_1s_failing_run_as_chapter_2s_do():
+    forked = errors(forked=True)
+    mine = jobs(forked, seeds=[2], arms=["mirror"])[0]
+    theirs = jobs(FAILURE, seeds=[2], arms=["low"])[0]
+    assert mine.arm.name == "low" and mine.config.identity() == theirs.config.identity()
+    assert forked.arm("mirror").at == isolation().arm("delta_fp32").at
+    assert forked.until == isolation().until
+
+
+def test_running_sums_are_kept_with_their_band():
+    values = np.ones((50, 1, 2)) * [1.0, -2.0]
+    kept = head_curves(
+        {"step": np.arange(50), "delta_error_mean": values},
+        ("delta_error_mean:sum", "delta_error_mean:band"),
+    )
+    assert kept["delta_error_mean:sum"]["value"][-1] == [[50.0, -100.0]]
+    assert kept["delta_error_mean:band"]["value"][-1][0] == pytest.approx(
+        [50**0.5, 200**0.5], rel=1e-3
+    )
+    row = {"label": "low", "seed": 0, "heads": kept}
+    assert chapter3.drift_words([row]).startswith("2 of 2 heads")
+    assert direction_figures.cumulative([row], (0, 1)).axes
+    names = set(LOW_RANK.heads)
+    assert {"delta_error_mean:sum", "update_error_cosine"} <= names
+    make_config("cpu", dict(LOW_RANK.base))
+
+
+def record(arm, seed, step=None):
+    kind = "diverged" if step else "healthy"
+    told = dict(arm=arm, label=arm, seed=seed, kind=kind, steps=step or 4_000)
+    return told | dict(diverged_step=step, nonfinite_step=None)
+
+
+def test_answers_say_what_outcomes_show_and_no_more():
+    rows = [record("low", s, 2_000 + s) for s in range(2)]
+    rows += [record(arm, s) for arm in ("mirror", "random_sign", "centred") for s in range(2)]
+    told = " ".join(chapter3.answers(rows))
+    assert "size alone is not what it takes" in told
+    assert "prevented or made rarer" in told and "dQ" not in told
+    fails = [record("low", 0, 2_000), record("random_sign", 0, 900)]
+    assert "size is enough" in " ".join(chapter3.answers(fails))
+    assert "decide nothing" in chapter3.answers([record("low", 0)])[0]
+    table = chapter3.intervention_table(errors(), rows).data
+    assert "2,000, 2,001" in table and "0 of 2" in table
+
+
+# -- a real model's parts -------------------------------------------------------------------------
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_a_llama_is_measured_per_layer_and_head_and_left_as_it_was():
+    model, tokens = (
+        llama(),
+        torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(1)),
+    )
+    before, attention = model(tokens[None]).logits, model.config._attn_implementation
+    found = appendix_d.measure(model, tokens)
+    assert model.config._attn_implementation == attention
+    assert torch.equal(model(tokens[None]).logits, before)
+    for stats in found.values():
+        assert np.shape(stats["tie_rate"]) == np.shape(stats["first_key"]) == (2, 4)
+    assert "column_cosine" in found["fp32"] and "column_cosine" not in found["paper"]
+    same = appendix_d.measure(model, torch.full((40,), 7), {"bf16": "exact,scores=bf16.0"})
+    assert np.mean(same["bf16"]["tie_rate"]) > 0.5  # one token over and over, 0 fraction bits
+    assert len(appendix_d.summary_rows(found, "text")) == 3
+
+
+def test_models_that_cannot_be_measured_are_refused(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="cannot load"):
+        appendix_d.load_model(tmp_path)
+    with pytest.raises(ValueError, match="Llama-like"):
+        appendix_d.measure(torch.nn.Linear(2, 2), torch.arange(3))
+
+
+def test_the_archive_of_the_real_model_is_whole():
+    kept = appendix_d.latest()
+    assert kept and kept["machine"] and kept["date"] and "/" not in kept["model"]
+    for stats in kept["found"].values():
+        assert set(stats) == set(kept["numerics"])
+        assert np.shape(stats["fp32"]["column_cosine"]) == np.shape(stats["paper"]["tie_rate"])
+    assert len(json.dumps(kept)) < 100_000
