@@ -379,7 +379,7 @@ def archives(name: str, folder: Path = RESULTS) -> list[Archive]:
 
 def latest(name: str, preset: str | None = None, folder: Path = RESULTS) -> Archive | None:
     """The newest archive of an experiment (of one preset), or None."""
-    found = [a for a in archives(name, folder) if preset in (None, a.provenance["preset"])]
+    found = [a for a in archives(name, folder) if preset in (None, a.provenance.get("preset"))]
     return found[-1] if found else None
 
 

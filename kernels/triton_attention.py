@@ -88,10 +88,13 @@ def _refused_inputs(dtype: torch.dtype, mask) -> str | None:
 def _refused_machine(device) -> str | None:
     try:
         from . import triton_common
+
+        misuse = triton_common.interpreter_misuse()
     except ImportError:
         return "Triton is not installed (it exists for Linux only); use backend='emulated'"
+    except AttributeError as error:  # names move between versions
+        return f"this version of Triton does not fit ({error}); use backend='emulated'"
     device = torch.device("cpu" if device is None else device)
-    misuse = triton_common.interpreter_misuse()
     if misuse:
         return misuse
     if triton_common.interpreting():

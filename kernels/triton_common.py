@@ -11,9 +11,27 @@ Importing this module needs Triton. `kernels.triton_attention` imports it on fir
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import triton
 import triton.language as tl
+
+TESTED = ("3.6", "3.7")
+
+
+def untested(version: str) -> str | None:
+    """A sentence for a version of Triton that the kernels were not tested with, else None."""
+    if ".".join(version.split(".")[:2]) in TESTED:
+        return None
+    return (
+        f"Triton {version} was not tested with these kernels, {' and '.join(TESTED)} were; "
+        "if results or errors look odd, use backend='emulated'"
+    )
+
+
+if _sentence := untested(triton.__version__):
+    warnings.warn(_sentence, stacklevel=2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -34,6 +34,7 @@ def sink(t=24):
 
 
 def test_bf16_tensors_numpy_npz_and_safetensors_give_one_answer(tmp_path):
+    """Case 12: bf16 values from any framework, as float32 in an .npz too."""
     x = tensors()
     want = report(x).to_dict()
     assert report({n: v.bfloat16() for n, v in x.items()}).to_dict() == want
@@ -99,6 +100,7 @@ def test_keys_of_other_codebases_are_understood():
 
 
 def test_a_sink_head_and_an_untrained_head_are_described_not_foretold():
+    """Case 3: ties are counted, and nothing is prophesied."""
     tied, plain = report(sink()), report(tensors(spread=0.3), numerics="exact")
     assert "ties seen in 23 of 24 rows" in tied.text
     assert any(line.startswith("tied maxima: none in 24 rows") for line in plain.ruled_out)

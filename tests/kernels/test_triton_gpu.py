@@ -338,6 +338,7 @@ def test_stochastic_attention_repeats_with_its_seed():
 
 
 def test_compiled_equals_eager():
+    """Case 50: torch.compile around the kernels changes no bit."""
     q, k, v, _ = parity.inputs((1, 2, 2, 100, 100, 64, 64), kind="gaussian", device="cuda")
     leaves = [x.requires_grad_() for x in (q, k, v)]
 

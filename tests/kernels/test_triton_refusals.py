@@ -1,5 +1,6 @@
 """What the Triton backend refuses, in one sentence each, on a machine without a GPU."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -57,6 +58,42 @@ def test_no_gpu_is_said():
     if os.environ.get("TRITON_INTERPRET") != "1":
         assert "need a CUDA device" in backend.supports(n, device="cpu", dtype=torch.bfloat16)
         assert "no CUDA driver" in backend.supports(n, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change, warned, why",
+    [
+        ('triton.__version__ = "9.9.1"', "Triton 9.9.1 was not tested", "need a CUDA device"),
+        ("del triton.knobs", "", "this version of Triton does not fit"),
+    ],
+)
+def test_case_049_other_versions_of_triton_get_a_sentence(change, warned, why):
+    code = f"""
+import triton, torch
+{change}
+from kernels import triton_attention, parse_numerics
+for _ in range(2):
+    why = triton_attention.supports(parse_numerics("paper"), device="cpu", dtype=torch.bfloat16)
+print(why)
+"""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
+    assert why in done.stdout, done.stdout + done.stderr
+    assert done.stderr.count("was not tested") == (1 if warned else 0) and warned in done.stderr
+
+
+def test_case_048_nothing_is_tuned_at_run_time():
+    """No autotuner wraps a kernel, and a launch plan does not know the lengths."""
+    from kernels import triton_backward, triton_forward
+
+    kernels = [getattr(triton_backward, f"{k}_kernel") for k in ("grad_keys", "grad_queries")]
+    for kernel in (triton_forward.forward_kernel, *kernels):
+        assert type(kernel).__name__ in ("JITFunction", "InterpretedFunction")
+    asked = "kernel", "key", "D", "DV", "itemsize", "limit", "scale", "extra"
+    assert tuple(inspect.signature(backend._plan.__wrapped__).parameters) == asked
+    key = parse_numerics("paper").key
+    plans = [backend._plan("forward", key, 64, 64, 2, 232_448, 0.125, False) for _ in range(2)]
+    assert plans[0] is plans[1]
 
 
 def test_interpreter_switched_on_too_late_is_detected():

@@ -1,0 +1,191 @@
+"""The page "Numerics": errors against float64, bias of crafted rows, compiled kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import emulated, oracle, parity
+from kernels.forensics import SignedMean, bias_law, signed_mean
+from kernels.numerics import PRESETS, Numerics, parse_numerics
+from kernels.rounding import round_to, ulp
+
+from .backend_support import results
+from .chapter4 import plus_minus
+
+QUANTITIES = ("out", "dQ", "dK", "dV")
+
+
+class ErrorRow(NamedTuple):
+    """relative: |x - truth| / |truth|. The means are in units of the error's rms, by head."""
+
+    preset: str
+    quantity: str
+    relative: float
+    signed: SignedMean
+    outward: SignedMean
+
+
+@lru_cache(maxsize=16)
+def errors(T: int, D: int, presets: tuple = tuple(PRESETS), *, heads: int = 16, seed: int = 0):
+    """Errors against float64 of bf16 inputs, causal; keys from T/2 on equal an earlier one.
+
+    `signed` averages x - truth, `outward` its part away from zero; each head counts as one draw.
+    """
+    q, k, v, dO = parity.inputs((1, heads, heads, T, T, D, D), kind="gaussian", seed=seed)
+    k[:, :, T // 2 :] = k[:, :, 10:11]
+    q, k, v, dO = (x.float() for x in (q, k, v, dO))
+    truth = [oracle.attention_forward(q, k, v)[0], *oracle.attention_backward(dO, q, k, v)]
+    rows = []
+    for name in presets:
+        for quantity, x, exact in zip(QUANTITIES, results(emulated, name, (q, k, v, dO)), truth):
+            e = x - exact
+            rms = e.square().mean().sqrt().clamp(min=1e-300)
+            means = [signed_mean((y / rms).mean((-2, -1))) for y in (e, e * exact.sign())]
+            rows.append(ErrorRow(name, quantity, (e.norm() / exact.norm()).item(), *means))
+    return rows
+
+
+def error_table(rows: Sequence[ErrorRow]) -> str:
+    """The rows as an HTML table; means more than four standard errors off zero are bold."""
+
+    def mean(found: SignedMean) -> str:
+        return f"<b>{plus_minus(found)}</b>" if abs(found.z) > 4 else plus_minus(found)
+
+    header = ("numerics", "quantity", "size", "mean (rms)", "mean away from zero (rms)")
+    cells = [
+        [f"<code>{r.preset}</code>", r.quantity, f"{r.relative:.1e}", mean(r.signed),
+         mean(r.outward)]
+        for r in rows
+    ]  # fmt: skip
+    lines = ["".join(f"<td>{c}</td>" for c in line) for line in cells]
+    head = "".join(f"<th>{name}</th>" for name in header)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table class="table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+# -- crafted rows ---------------------------------------------------------------------------------
+
+
+class Bias(NamedTuple):
+    """Signed error of O_bar in ulps of the result, positive away from zero."""
+
+    kind: str
+    numerics: str
+    predicted: float | None
+    measured: SignedMean
+
+
+CRAFTED = {"tied": [5.0, 5.0, -4.0], "absorbing": [5.0, -3.0]}
+VARIANTS = (
+    "paper",
+    "paper,unnormalized=bf16:nearest_away",
+    "paper,unnormalized=bf16:toward_zero",
+    "paper,unnormalized=bf16:stochastic",
+    "paper,matched_bits=4",
+    "paper,output_bits=4",
+    "paper,unnormalized=fp32",
+    "stabilized,beta=2",
+    "guarded",
+)
+
+
+def crafted_bias(kind: str, text: str, *, heads: int = 200, seed: int = 0) -> Bias:
+    """One query per head, keys with the scores of CRAFTED, V in -(2, 4): measured and predicted.
+
+    The prediction is `bias_law` with the rows' own tails; it speaks of P_bar = 1, so it makes no
+    statement where the softmax policy moves the maximum away from 1.
+    """
+    scores, D, n = torch.tensor(CRAFTED[kind]), 64, parse_numerics(text).at(output="fp32")
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.zeros(1, heads, len(scores), 8)
+    k[..., 0] = scores
+    q = torch.zeros(1, heads, 1, 8)
+    q[..., 0] = 1.0
+    v = -2 - 2 * torch.rand(1, heads, len(scores), D, generator=generator)
+    v = round_to(v, n.inputs.format)
+    result = emulated.forward(q, k, v, numerics=n, causal=False, scale=1.0, probe=True, seed=seed)
+    exact = result.out_fp32.double() * result.l.double().unsqueeze(-1)
+    fmt = n.unnormalized.format
+    error = (result.out - result.out_fp32).double() * result.l.double().unsqueeze(-1)
+    grid = fmt if fmt.fraction_bits < 23 else n.inputs.format
+    measured = signed_mean((error * exact.sign() / ulp(exact, grid)).mean((0, 2, 3)))
+    return Bias(kind, text, _predicted(n, scores, v), measured)
+
+
+def _predicted(n: Numerics, scores: Tensor, v: Tensor) -> float | None:
+    if n.softmax.kind != "safe":
+        return None
+    if n.unnormalized.format.fraction_bits >= 23:
+        return 0.0
+    weight = round_to((scores[-1] - scores[0]).exp(), n.probabilities.format)
+    values = n.inputs.format
+    values = values if values.fraction_bits <= 14 else values.cut(14)  # bias_law enumerates sums
+    tail = (weight * v[..., -1]).abs() / ulp(v[..., 0], values)
+    middles = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
+    law = bias_law(
+        len(scores) - 1,
+        torch.quantile(tail.double().flatten(), middles).tolist(),
+        fmt=n.unnormalized.format,
+        value_format=values,
+        mode=n.unnormalized.rounding,
+    )
+    return law.expected_ulp
+
+
+def predicted(bias: Bias) -> str:
+    return "no statement" if bias.predicted is None else f"{bias.predicted:+.4f}"
+
+
+def biases_in_words(biases: Sequence[Bias]) -> str:
+    """For readers who do not see the figure."""
+    return "Intervals: " + "; ".join(
+        f"{b.kind} rows under {b.numerics} {b.measured.mean:+.3f}" for b in biases
+    )
+
+
+# -- what the compiler makes of it ----------------------------------------------------------------
+
+
+def offline(numerics: str = "paper", capabilities: Sequence[int] = (90, 80)) -> list[list] | str:
+    """One line per kernel and architecture; a sentence where nothing can be compiled.
+
+    Kernel, architecture, matrix instructions, conversions to bf16 in nearest even, registers per
+    thread, spilled bytes and shared memory of one program.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET is set in this process: unset it and start again to compile."
+    try:
+        from kernels.triton_compile import compile_offline
+    except ImportError:
+        return "Triton is not installed here (it exists for Linux), so nothing was compiled."
+    lines = []
+    for capability in capabilities:
+        for kernel in ("forward", "grad_keys", "grad_queries"):
+            try:
+                built = compile_offline(kernel, parse_numerics(numerics), capability=capability)
+            except ImportError:
+                return (
+                    "Triton is not installed here (it exists for Linux), so nothing was compiled."
+                )
+            matrix = ", ".join(
+                f"{built.ptx.count(name)} `{name}`" for name in built.matrix_instructions
+            )
+            rounds = built.ptx.count("cvt.rn.bf16")
+            lines.append(
+                [
+                    f"`{kernel}`",
+                    f"sm_{capability}",
+                    matrix or "none",
+                    rounds,
+                    built.registers,
+                    built.spilled,
+                    f"{built.shared:,}",
+                ]
+            )
+    return lines

@@ -1,0 +1,246 @@
+"""Archives of what tests measured: the GPU parity run, and the time of the kernel tests.
+
+On a GPU, `pytest -m gpu tests/kernels --parity-json raw.json` and then
+`python -m book.parity_archive gpu raw.json` keep every row of the table in `book/results/parity/`.
+`python -m book.parity_archive tests` runs the quick kernel tests here and keeps their time in
+`book/results/kernel-tests/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpt2.hardware import device_name
+from kernels.numerics import Numerics, parse_numerics
+
+from . import RESULTS, ROOT
+from .evidence import Archive, latest
+
+STORED = ("out", "dq", "dk", "dv")  # kept in the format of their site; the rest is fp32 or counts
+
+
+def compact(raw: Mapping, **provenance) -> dict:
+    """The table that the GPU tests wrote, with numbers cut to 4 digits and where it comes from.
+
+    raw: {"provenance": {gpu, torch, triton, ...}, "rows": [{site, case, result, numbers...}]}.
+    Raises ValueError unless gpu, driver, torch, triton, commit, date and duration_s are all known.
+    """
+    told = dict(raw["provenance"]) | {k: v for k, v in provenance.items() if v is not None}
+    told |= {"machine": told.get("gpu"), "device": "cuda", "code": told.get("commit")}
+    needed = ("gpu", "driver", "torch", "triton", "commit", "date", "duration_s")
+    missing = [name for name in needed if not told.get(name)]
+    if missing:
+        raise ValueError(f"the run's {', '.join(missing)} must be told: see --help")
+    return {"provenance": told, "rows": [{k: _cut(v) for k, v in r.items()} for r in raw["rows"]]}
+
+
+def _cut(value):
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def save(told: Mapping, experiment: str, folder: Path = RESULTS) -> Path:
+    """Write an archive, one row a line, under the name of its machine and date."""
+    source = told["provenance"]
+    name = re.sub(r"[^a-z0-9]+", "-", source["machine"].lower()).strip("-")
+    path = folder / experiment / f"{name}-{source['date']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join(json.dumps(row, allow_nan=False) for row in told["rows"])
+    head = json.dumps(source, indent=1, allow_nan=False)
+    path.write_text(f'{{"provenance": {head},\n"rows": [\n{rows}\n]}}\n')
+    return path
+
+
+# -- what the parity run says ---------------------------------------------------------------------
+
+
+def parity_rows(archive: Archive) -> list[dict]:
+    """The rows that compare the Triton kernels with the emulator, quantity by quantity."""
+    return [row for row in archive.rows if "max_ulp" in row]
+
+
+def summary(archive: Archive) -> list[list[object]]:
+    """One line per quantity: cases, failed, worst ulp, worst mismatch rate, signed mean range."""
+    lines = []
+    rows = parity_rows(archive)
+    for site in dict.fromkeys(row["site"] for row in rows):
+        mine = [row for row in rows if row["site"] == site]
+        means = [row["signed_mean_ulp"] for row in mine]
+        lines.append(
+            [
+                f"`{site}`",
+                len(mine),
+                sum(row["result"] != "ok" for row in mine),
+                f"{max(row['max_ulp'] for row in mine):g}",
+                f"{max(row['mismatched'] for row in mine):.3%}",
+                f"{min(means):+.2g} to {max(means):+.2g}",
+            ]
+        )
+    return lines
+
+
+def by_case(archive: Archive) -> list[list[str]]:
+    """One line per case: the worst of O and the gradients."""
+    lines = []
+    rows = [r for r in parity_rows(archive) if r["site"] in STORED]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        differ = max(row["mismatched"] for row in mine)
+        lines.append([f"`{case}`", f"{max(r['max_ulp'] for r in mine):g}", f"{differ:.3%}"])
+    return lines
+
+
+def told(archive: Archive) -> str:
+    """Where, when, with what: one sentence or two."""
+    p = archive.provenance
+    note = f" ({p['note']})" if p.get("note") else ""
+    return (
+        f"Archived: {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, "
+        f"{p['date']}, code {p['commit']}. {p['passed']} tests passed and {p['failed']} failed in "
+        f"{p['duration_s']:.0f} s{note}."
+    )
+
+
+def other_rows(archive: Archive) -> list[list[str]]:
+    """What the run measured besides: errors against float64, rounding functions, crafted bias."""
+    lines = []
+    for row in archive.rows:
+        if "max_ulp" not in row:
+            numbers = {k: v for k, v in row.items() if k not in ("site", "case", "result")}
+            told = ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in numbers.items())
+            lines.append([row["site"], row["case"], row["result"], told])
+    return lines
+
+
+def compared_numerics(archive: Archive) -> list[Numerics]:
+    """The distinct numerics of the parity cases; a case's name starts with their text."""
+    texts = dict.fromkeys(row["case"].split(" ")[0] for row in parity_rows(archive))
+    return [parse_numerics(text) for text in texts]
+
+
+# -- the time of the kernel tests -----------------------------------------------------------------
+
+
+def time_tests(load: float | None = None) -> dict:
+    """Run `pytest -m "not slow and not gpu" tests/kernels`; seconds and counts by test file."""
+    load = os.getloadavg()[0] if load is None else load
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu"]
+        started = time.monotonic()
+        done = subprocess.run(
+            [*command, f"--junitxml={report}", "tests/kernels"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.monotonic() - started
+        if done.returncode:
+            raise RuntimeError(f"the tests failed; nothing is kept:\n{done.stdout[-1500:]}")
+        rows = junit_rows(report.read_text())
+    cores = os.cpu_count()
+    source = {
+        "machine": f"{cores}-core {device_name('cpu')}",
+        "date": datetime.date.today().isoformat(),
+        "duration_s": round(seconds, 1),
+        "load_at_start": round(load, 1),
+        "code": _commit(),
+    }
+    return {"provenance": source, "rows": rows}
+
+
+def junit_rows(text: str) -> list[dict]:
+    """Test file, its tests that passed and were skipped, and their seconds; longest first."""
+    files: dict[str, dict] = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        name = case.get("classname", "").split(".")[-1]
+        row = files.setdefault(name, {"file": name, "passed": 0, "skipped": 0, "seconds": 0.0})
+        row["skipped" if case.find("skipped") is not None else "passed"] += 1
+        row["seconds"] = round(row["seconds"] + float(case.get("time", 0)), 2)
+    return sorted(files.values(), key=lambda row: -row["seconds"])
+
+
+def longest(archive: Archive | None = None, most: int = 8) -> list[list[object]]:
+    """The longest test files of the newest archive, and the others together."""
+    archive = archive or latest("kernel-tests")
+    rows, rest = archive.rows[:most], archive.rows[most:]
+    lines = [[f"`{r['file']}`", r["passed"], r["skipped"], f"{r['seconds']:.1f}"] for r in rows]
+    sums = [sum(row[name] for row in rest) for name in ("passed", "skipped", "seconds")]
+    return [*lines, [f"{len(rest)} others", *sums[:2], f"{sums[2]:.1f}"]] if rest else lines
+
+
+def total_time(archive: Archive | None = None) -> str:
+    """The whole time, the machine, and how busy it was."""
+    p = (archive or latest("kernel-tests")).provenance
+    return (
+        f"Archived: {p['duration_s']:.0f} s in all on {p['machine']}, {p['date']}, "
+        f"code {p['code']}; {p['load_at_start']:g} processes ran on average when it started."
+    )
+
+
+def _commit() -> str | None:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() or None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return (
+            subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0] or None
+        )
+    except OSError:
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m book.parity_archive", description=__doc__)
+    kinds = p.add_subparsers(dest="kind", required=True)
+    gpu = kinds.add_parser("gpu", help="keep the table of a GPU test run")
+    gpu.add_argument("raw", type=Path, help="what pytest --parity-json wrote")
+    for name in ("driver", "commit", "date"):
+        gpu.add_argument(f"--{name}", help="unless it is this machine's, this commit, today")
+    gpu.add_argument("--duration", type=float, required=True, help="seconds of the whole run")
+    for name in ("passed", "failed"):
+        gpu.add_argument(f"--{name}", type=int, required=True, help=f"tests that {name}")
+    gpu.add_argument("--note", help="anything a reader should know, such as a busy machine")
+    kinds.add_parser("tests", help="time the quick kernel tests here")
+    p.add_argument("--results", type=Path, default=RESULTS, help="where archives go")
+    args = p.parse_args(argv)
+    if args.kind == "tests":
+        print(save(time_tests(), "kernel-tests", args.results))
+        return 0
+    try:
+        raw = json.loads(args.raw.read_text())
+        told = compact(
+            raw,
+            driver=args.driver or _driver(),
+            commit=args.commit or _commit(),
+            date=args.date or datetime.date.today().isoformat(),
+            duration_s=args.duration,
+            passed=args.passed,
+            failed=args.failed,
+            note=args.note,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: {args.raw}: {error}", file=sys.stderr)
+        return 2
+    print(save(told, "parity", args.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The page "Numerics": what it asks of backends is what they say, and its trials can fail."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from book import RESULTS, backend_support, numerics_page, parity_archive, shape_rules
+from book.backend_support import refusal, site_effects, site_support
+from book.evidence import latest
+from kernels import emulated, parse_numerics
+from kernels.numerics import SITE_NAMES
+from kernels.sites import Rounder
+
+
+def test_refusals_are_the_backends_own_sentences():
+    assert refusal("emulated", "paper,scores=e4m3:stochastic") is None
+    assert refusal("triton", "paper") is None, "no GPU here is no refusal of the numerics"
+    assert "8 exponent bits" in refusal("triton", "paper,scores=fp16")
+    assert "no mask" in refusal("triton", "paper", mask=True)
+    assert "no rounding sites" in refusal("sdpa", "paper")
+    assert "compute=fp64" in refusal("emulated", "exact", dtype=torch.float64)
+
+
+def test_site_support_in_words():
+    assert str(site_support("scores", "emulated")) == "all formats: all modes"
+    assert str(site_support("lse", "triton")) == "fp32 only"
+    assert str(site_support("scores", "triton")) == "bf16, bf16.4: nearest even, stochastic"
+    assert str(site_support("output", "sdpa")) == "bf16: nearest even"
+
+
+@pytest.mark.parametrize("site", [s for s in SITE_NAMES if s != "reference_format"])
+def test_what_the_emulator_accepts_has_an_effect_of_its_formats_size(site):
+    effects = site_effects(site)
+    assert effects.tried == 20 and 0.05 < effects.low and effects.high < 12
+
+
+def test_a_site_that_is_not_rounded_would_show(monkeypatch):
+    monkeypatch.setattr(Rounder, "to_site", lambda self, x, site, name: x)
+    assert site_effects("scores").high == 0
+
+
+def test_interpreted_kernels_agree_at_a_site_and_a_failure_is_a_sentence(monkeypatch):
+    pytest.importorskip("triton")
+    assert backend_support.interpreted_agreement(["output"])["output"] < 0.01
+    monkeypatch.setattr(backend_support.sys, "executable", "false")
+    assert "does not run here" in backend_support.interpreted_agreement(["output"])
+
+
+def test_a_kernel_that_does_not_round_is_at_distance_one(monkeypatch):
+    monkeypatch.setattr(backend_support, "triton_attention", _Unrounded)
+    assert backend_support._agreement("unnormalized") == pytest.approx(1.0, abs=1e-6)
+
+
+class _Unrounded:
+    backward = emulated.backward
+
+    @staticmethod
+    def forward(q, k, v, *, numerics, **rest):
+        return emulated.forward(q, k, v, numerics=numerics.at(unnormalized="fp32"), **rest)
+
+
+def test_tables_have_a_line_for_everything():
+    tested = parity_archive.compared_numerics(latest("parity"))
+    table = backend_support.site_table(tested, {"scores": 1e-4})
+    assert [line[0] for line in table] == [f"`{s}`" for s in SITE_NAMES]
+    assert table[1][4] == "0.0001" and table[0][4] == "none" and "bf16.4" in table[1][5]
+    told = dict((label, rest) for label, *rest in backend_support.choice_table())
+    assert told["`authors`"] == ["yes", "refused", "refused"]
+    sentences = backend_support.refusals()
+    assert len({why for _, why in sentences}) == len(sentences) > 10
+
+
+def test_errors_are_small_and_exact_is_fp32():
+    rows = {(r.preset, r.quantity): r for r in numerics_page.errors(65, 40)}
+    assert len(rows) == 24
+    assert rows["exact", "out"].relative < 1e-6
+    assert 1e-4 < rows["flash", "out"].relative < rows["paper", "out"].relative < 1e-2
+    table = numerics_page.error_table(list(rows.values()))
+    assert table.count("<tr>") == 25
+    loud = rows["flash", "out"]
+    loud = loud._replace(outward=loud.outward._replace(mean=1.0))
+    assert "<b>" in numerics_page.error_table([loud])
+
+
+@pytest.mark.parametrize("kind", numerics_page.CRAFTED)
+@pytest.mark.parametrize("text", [*numerics_page.VARIANTS, "paper,inputs=fp32"])
+def test_crafted_rows_have_the_predicted_bias(kind, text):
+    bias = numerics_page.crafted_bias(kind, text)
+    if bias.predicted is None:
+        assert parse_numerics(text).softmax.kind in ("stabilized", "guarded")
+        assert numerics_page.predicted(bias) == "no statement"
+    else:
+        slack = 5 * bias.measured.stderr + 0.01
+        assert abs(bias.measured.mean - bias.predicted) < slack
+
+
+def test_no_compilation_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "unset it" in numerics_page.offline()
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    assert "not installed" in numerics_page.offline()
+
+
+def test_compiled_kernels_use_matrix_units_and_round():
+    pytest.importorskip("triton")
+    lines = numerics_page.offline("flash", capabilities=(80,))
+    assert [line[0] for line in lines] == ["`forward`", "`grad_keys`", "`grad_queries`"]
+    assert all("mma.sync" in line[2] and line[3] > 0 for line in lines)
+
+
+def test_rules_of_shapes_hold():
+    told = dict(shape_rules.tried())
+    text = " ".join(told.values())
+    assert len(told) == 8 and "out[0] equals v[0] True; keys that get a gradient: [0, 1]" in text
+    assert "O 0, lse -inf, ties 0, |dQ| 0" in text and "[True, True]" in text
+    assert "output bfloat16, gradients float32, float16, bfloat16" in text
+
+
+def test_other_peoples_models(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert "not installed" in shape_rules.transformers_demonstration("paper")
+
+
+# -- archives -------------------------------------------------------------------------------------
+
+RAW = {
+    "provenance": {"gpu": "NVIDIA X1", "torch": "2", "triton": "3"},
+    "rows": [
+        dict(site="out", case="paper T9", result="ok", max_ulp=1.0, mismatched=0.1234567,
+             signed_mean_ulp=-0.5),
+        dict(site="out", case="flash,tile=64 T9", result="FAILED", max_ulp=3.0, mismatched=0.0,
+             signed_mean_ulp=0.25),
+        dict(site="ties", case="paper T9", result="ok", max_ulp=0.0, mismatched=0.0,
+             signed_mean_ulp=0.0),
+        dict(site="bias", case="tied", result="ok", triton=0.1, emulated=0.1),
+    ],
+}  # fmt: skip
+TOLD = dict(driver="5", commit="abc", date="2026-01-02", duration_s=9.0, passed=3, failed=1)
+
+
+def test_a_parity_archive_keeps_every_row_and_says_where_from(tmp_path):
+    path = parity_archive.save(parity_archive.compact(RAW, **TOLD), "parity", tmp_path)
+    assert path.name == "nvidia-x1-2026-01-02.json"
+    kept = latest("parity", folder=tmp_path)
+    assert len(kept.rows) == 4 and kept.rows[0]["mismatched"] == 0.1235
+    assert parity_archive.summary(kept)[0] == ["`out`", 2, 1, "3", "12.350%", "-0.5 to +0.25"]
+    assert parity_archive.by_case(kept)[1] == ["`flash,tile=64 T9`", "3", "0.000%"]
+    assert parity_archive.other_rows(kept) == [["bias", "tied", "ok", "triton 0.1, emulated 0.1"]]
+    assert [str(n.tile) for n in parity_archive.compared_numerics(kept)] == ["128", "64"]
+    assert "NVIDIA X1, driver 5, torch 2" in parity_archive.told(kept)
+    assert "3 tests passed and 1 failed in 9 s." in parity_archive.told(kept)
+
+
+def test_an_archive_without_provenance_is_refused(tmp_path, capsys):
+    with pytest.raises(ValueError, match="driver, duration_s must be told"):
+        parity_archive.compact(RAW, **(TOLD | dict(driver=None, duration_s=None)))
+    raw = tmp_path / "raw.json"
+    raw.write_text("{")
+    asked = ["--results", str(tmp_path), "gpu", str(raw), "--duration", "1", "--passed", "1"]
+    assert parity_archive.main([*asked, "--failed", "0"]) == 2
+    assert "raw.json" in capsys.readouterr().err
+    raw.write_text(json.dumps(RAW))
+    more = ["--failed", "0", "--driver", "5", "--commit", "c", "--date", "2026-01-02"]
+    assert parity_archive.main([*asked, *more]) == 0
+
+
+def test_times_of_tests_come_from_the_report():
+    text = """<testsuites><testsuite><testcase classname="tests.kernels.test_a" time="1.5"/>
+    <testcase classname="tests.kernels.test_a" time="0.5"><skipped/></testcase>
+    <testcase classname="tests.kernels.test_b" time="9"/></testsuite></testsuites>"""
+    rows = parity_archive.junit_rows(text)
+    assert rows[0] == {"file": "test_b", "passed": 1, "skipped": 0, "seconds": 9.0}
+    kept = latest("kernel-tests")
+    kept = replace(kept, rows=rows)
+    assert parity_archive.longest(kept, 1) == [
+        ["`test_b`", 1, 0, "9.0"],
+        ["1 others", 1, 1, "2.0"],
+    ]
+    assert f"{kept.provenance['duration_s']:.0f} s in all" in parity_archive.total_time(kept)
+
+
+def test_archived_parity_is_small_and_without_failures():
+    for path in (RESULTS / "parity").glob("*.json"):
+        assert path.stat().st_size < 150_000
+    kept = latest("parity")
+    assert kept.provenance["failed"] == 0
+    assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= set(kept.provenance)
+    assert all(row["result"] == "ok" for row in kept.rows)
