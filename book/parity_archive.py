@@ -174,6 +174,8 @@ def junit_rows(text: str) -> list[dict]:
 def longest(archive: Archive | None = None, most: int = 8) -> list[list[object]]:
     """The longest test files of the newest archive, and the others together."""
     archive = archive or latest("kernel-tests")
+    if archive is None:
+        return []
     rows, rest = archive.rows[:most], archive.rows[most:]
     lines = [[f"`{r['file']}`", r["passed"], r["skipped"], f"{r['seconds']:.1f}"] for r in rows]
     sums = [sum(row[name] for row in rest) for name in ("passed", "skipped", "seconds")]
@@ -182,7 +184,10 @@ def longest(archive: Archive | None = None, most: int = 8) -> list[list[object]]
 
 def total_time(archive: Archive | None = None) -> str:
     """The whole time, the machine, and how busy it was."""
-    p = (archive or latest("kernel-tests")).provenance
+    archive = archive or latest("kernel-tests")
+    if archive is None:
+        return "Not measured yet: python -m book.parity_archive tests"
+    p = archive.provenance
     return (
         f"Archived: {p['duration_s']:.0f} s in all on {p['machine']}, {p['date']}, "
         f"code {p['code']}; {p['load_at_start']:g} processes ran on average when it started."
