@@ -15,8 +15,12 @@ from kernels.forensics import SignedMean
 
 from .chapter1 import FAILED
 from .evidence import Archive
+from .experiments import SWEEP_BETAS
+from .sfa_rows import CARRIER_UNDERFLOW
 from .tables import markdown_table, number, step_text
 
+# Arms with the published rule -> beta.
+BETAS = {"sfa2": 2.0, "sfa7": 7.0} | {f"beta_{b:g}": float(b) for b in SWEEP_BETAS}
 REAL_TIES = 0.2  # share of tied rows that the worst head must pass before the failure
 
 
@@ -43,6 +47,19 @@ def regime_table(rows: Sequence[Mapping]) -> Markdown:
             [row["seed"], step_text(row), "none" if ties is None else f"{ties:.0%}", told]
         )
     return markdown_table(["seed", "plain softmax", "ties before it", "as a test of SFA"], lines)
+
+
+def score_sentences(rows: Sequence[Mapping]) -> str:
+    """Of runs under the published rule: the last largest score seen, the bound, and the end."""
+    told = []
+    for row in rows:
+        curve = row["curves"].get("max_logit")
+        if row["arm"] in BETAS and curve and curve["value"]:
+            seen = [v for v in curve["value"] if v is not None]
+            bound = CARRIER_UNDERFLOW / (BETAS[row["arm"]] - 1)
+            last = f"last seen {seen[-1]:.3g} at step {curve['step'][len(seen) - 1]:,}"
+            told.append(f"{row['label']}: bound {bound:.3g}, {last}, {step_text(row)}")
+    return "; ".join(told) + "."
 
 
 def sweep_table(rows: Sequence[Mapping], groups: Mapping[str, str]) -> Markdown:
@@ -161,7 +178,7 @@ def what_you_saw(
     rows: Sequence[Mapping], broken: Sequence[str], kept: Mapping[str, Archive | None]
 ) -> Markdown:
     """The chapter's findings as a list, every number from a record."""
-    told = [f"{row['label'].capitalize()}: {step_text(row)}." for row in rows]
+    told = [f"{row['label'][:1].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
     by = {row["arm"]: row for row in rows}
     sfa = [by[a] for a in ("sfa2", "sfa7", "guarded") if a in by]
     saved = [r["label"] for r in sfa if r["kind"] not in FAILED]
