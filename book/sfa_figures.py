@@ -19,37 +19,43 @@ MARKS = {"diverged": "x", "nonfinite": "s", "onset": "v", "healthy": ">", "stabl
 
 @styled
 def weights_figure(policies: Mapping[str, str], fmt: FloatFormat | str) -> Figure:
-    """P_bar of two tied maxima against the row maximum; shaded: rounds to 1, or to 0."""
+    """Left: 1 - P_bar of two tied maxima at small row maxima; right: P_bar at large ones.
+
+    Shaded: rounds to 1, or to 0, in this format.
+    """
     fmt = parse_format(fmt)
-    figure, axes = subplots(1, 2, height=3.4, sharey=True)
-    small = np.logspace(-5, 0, 120)
-    large = np.linspace(0.5, 100, 400)
-    for axis, maxima in zip(axes, (small, large)):
-        for place, (label, text) in enumerate(policies.items()):
-            weight = np.maximum(largest_weight(maxima, text).numpy(), 1e-45)
-            how = dict(color=PALETTE[place % 6], linestyle=DASHES[place % 6])
-            axis.plot(maxima, weight, label=label, **how)
-        axis.axhspan(fmt.min_subnormal / 2, 1e-45, color=INK, alpha=0.12, linewidth=0)
-        axis.set(yscale="log", xlabel="row maximum", ylim=(1e-42, 30))
-    axes[0].set(xscale="log", ylabel="P̄ of the tied maxima", title="small maxima")
-    axes[1].set(title="large maxima")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    figure, (left, right) = subplots(1, 2, height=3.4)
+    small, large = np.logspace(-5, 0, 120), np.linspace(0.5, 100, 400)
+    for place, (label, text) in enumerate(policies.items()):
+        how = dict(color=PALETTE[place % 6], linestyle=DASHES[place % 6])
+        left.plot(small, 1 - largest_weight(small, text).numpy(), label=label, **how)
+        weight = np.maximum(largest_weight(large, text).numpy(), 1e-45)
+        right.plot(large, weight, **how)
+    shade = dict(color=INK, alpha=0.12, linewidth=0)
+    left.axhspan(1e-6, 2.0 ** -(fmt.fraction_bits + 2), **shade)
+    right.axhspan(1e-45, fmt.min_subnormal / 2, **shade)
+    left.set(xscale="log", yscale="log", ylim=(1e-6, 2), title="1 - P̄, small maxima")
+    right.set(yscale="log", ylim=(1e-42, 30), title="P̄, large maxima")
+    for axis in (left, right):
+        axis.set_xlabel("row maximum")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=3)
     return figure
 
 
 @styled
 def scale_figure(policies: Mapping[str, str], formats: Sequence[str]) -> Figure:
     """Change of O that rounding P_bar makes in a tied row, per cent, against its maximum."""
-    maxima = np.linspace(0.1, 8, 800)
+    maxima = np.linspace(0.1, 8, 1500)
     figure, axes = subplots(len(formats), 1, height=1.9, sharex=True, squeeze=False)
     for axis, fmt in zip(axes[:, 0], formats):
         for place, (label, text) in enumerate(policies.items()):
             scale = 100 * scale_by_maximum(maxima, text, fmt).numpy()
-            how = dict(color=PALETTE[place % 6], linestyle=DASHES[place % 6], linewidth=1.2)
-            axis.plot(maxima, scale, label=label, **how)
+            how = dict(color=PALETTE[place % 6], linestyle="none", marker="o^s"[place % 3])
+            axis.plot(maxima, scale, label=label, markersize=1.6, rasterized=True, **how)
         axis.set(title=f"P̄ in {fmt}", ylabel="change of O (%)")
     axes[-1, 0].set(xlabel="row maximum")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper left", ncols=3, markerscale=4)
     return figure
 
 

@@ -7,13 +7,13 @@ signed ones count away from zero. rm is the maximum of a row, c = m - rm the pol
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from IPython.display import Markdown
 from torch import Tensor
 
 from kernels import emulated
@@ -22,6 +22,8 @@ from kernels.formats import BF16, FloatFormat, parse_format
 from kernels.numerics import Numerics, parse_numerics
 from kernels.result import ForwardResult
 from kernels.rounding import ulp
+
+from .tables import markdown_table
 
 # The carrier's exp gives 0 below this exponent (kernels.sites.exp_in_place).
 CARRIER_UNDERFLOW = 87.25
@@ -47,11 +49,6 @@ def attend(scores: Tensor, v: Tensor, numerics: Numerics | str) -> ForwardResult
     )
 
 
-def rule_source() -> str:
-    """The rule as the emulator has it, source text."""
-    return inspect.getsource(emulated._reference)
-
-
 def kernel_source() -> str:
     """The rule as the Triton kernel has it, as text (Triton need not be installed)."""
     from . import ROOT
@@ -64,7 +61,7 @@ def kernel_source() -> str:
 # -- equality in exact arithmetic -----------------------------------------------------------------
 
 
-def test_rows(keys: int = 32, seed: int = 0) -> dict[str, Tensor]:
+def crafted_scores(keys: int = 32, seed: int = 0) -> dict[str, Tensor]:
     """Name -> scores [n, keys]: random rows and those that were made to hurt."""
     generator = torch.Generator().manual_seed(seed)
     S = 3 * torch.randn(200, keys, generator=generator, dtype=torch.float64)
@@ -92,7 +89,7 @@ def exact_differences(policies: Mapping[str, str], seed: int = 0) -> list[list]:
     """A line per kind of row: largest |O - O_safe| / largest |O_safe| per policy, float64."""
     generator = torch.Generator().manual_seed(seed)
     lines = []
-    for name, S in test_rows(seed=seed).items():
+    for name, S in crafted_scores(seed=seed).items():
         v = torch.randn(*S.shape, 8, generator=generator, dtype=torch.float64)
         safe = attend(S, v, "exact,compute=fp64").out
         line = [name]
@@ -177,6 +174,16 @@ def boundary(fmt: FloatFormat | str = BF16, beta: float = 7.0) -> Boundary:
 
     top = 1.5 * CARRIER_UNDERFLOW / (beta - 1)
     return Boundary(fmt, beta, *(_first(test, top) for test in (one, zero, nan)))
+
+
+def boundary_table(found: Sequence[Boundary]) -> Markdown:
+    """Measured boundaries beside what the formats say."""
+    lines = []
+    for b in found:
+        pairs = ((b.one, b.law_one), (b.zero, b.law_zero), (b.nan, b.law_nan))
+        lines.append([b.format, f"{b.beta:g}", *(f"{x:.4g} ({law:.4g})" for x, law in pairs)])
+    header = ["P̄ in", "β", "rounds to 1 below", "all zero from", "0/0 from"]
+    return markdown_table([*header[:2], *(f"{h} (computed)" for h in header[2:])], lines)
 
 
 def _first(test: Callable[[float], bool], top: float) -> float:
@@ -331,8 +338,3 @@ def scale_by_maximum(maxima: Sequence[float], policy: str, fmt: FloatFormat | st
 def with_row_sum(policy: str, source: str) -> str:
     """The policy's text with the row sum of 'rounded' or 'unrounded' P_bar."""
     return f"{policy},row_sum_source={source}"
-
-
-def widened(numerics: Numerics, site: str) -> Numerics:
-    """The same numerics with one site in fp32."""
-    return replace(numerics.at(**{site: "fp32"}), name=f"{numerics.name},{site}=fp32")
