@@ -185,10 +185,15 @@ def as_record(run: Run, names: Sequence[str]) -> dict:
     return {"heads": head_curves(run.metrics(), names)}
 
 
-def first_sign(rows: Sequence[Mapping], default: int) -> int:
-    """The step up to which nothing has shown: the earliest onset, else the earliest failure."""
-    steps = [r["onset_step"] or r["diverged_from"] or r["nonfinite_step"] for r in rows]
-    return min([s for s in steps if s is not None], default=default)
+def first_sign(rows: Sequence[Mapping]) -> int:
+    """The step up to which nothing shows in any run: its onset or its lowest smoothed loss."""
+    return min(_first_sign(row) for row in rows)
+
+
+def _first_sign(row: Mapping) -> int:
+    curve = row["curves"]["train_loss"]
+    lowest = curve["step"][int(np.nanargmin(np.asarray(curve["value"], dtype=float)))]
+    return lowest if row["onset_step"] is None else min(lowest, row["onset_step"])
 
 
 def layer_findings(rows: Sequence[Mapping], names: Sequence[str], before: int) -> Markdown:

@@ -214,7 +214,10 @@ def test_the_controls_decide_whether_the_forks_mean_anything(monkeypatch):
     assert "**not** those of its parent" in told and "decide nothing" in told
 
 
-def test_the_first_sign_is_the_earliest_of_all_runs():
-    rows = [row("low", 0, 2_000), row("low", 1, 1_500) | {"onset_step": 900}]
-    assert chapter2.first_sign(rows, 7) == 900
-    assert chapter2.first_sign([row("exact")], 7) == 7
+def test_the_first_sign_is_an_onset_or_the_lowest_loss_of_any_run():
+    falls = row("exact", 0)
+    assert chapter2.first_sign([falls]) == 3_000
+    assert chapter2.first_sign([falls, row("exact", 1) | {"onset_step": 900}]) == 900
+    turned = row("low", 0, 2_000)
+    turned["curves"]["train_loss"]["value"][3] = 1.5
+    assert chapter2.first_sign([falls, turned]) == turned["curves"]["train_loss"]["step"][3] == 650
