@@ -76,9 +76,9 @@ def provenance(machine: Machine, study: Study, began: float) -> dict:
     environment = hardware.environment(device, machine.processes)
     small, large = study.small, study.large
     keys = "device platform python torch triton cuda commit code cpus".split()
-    name = environment["machine"]
+    name, on_cpu = environment["machine"], f"{os.cpu_count()}-core {environment['machine']}"
     return {k: environment[k] for k in keys} | {
-        "machine": f"{machine.processes} x {name}" if device.type == "cuda" else name,
+        "machine": f"{machine.processes} x {name}" if device.type == "cuda" else on_cpu,
         "processes": machine.processes,
         "preset": ", ".join(dict.fromkeys((small.preset, large.preset))),
         "corpus": f"{small.corpus} ({small.corpus_max_bytes:,} bytes, as bytes)",

@@ -184,7 +184,7 @@ def _line_with(text: str, words: str) -> str:
 def reduction(machine: Machine, runs: Runs) -> list[dict]:
     """delta's error by the probes of three runs, then each cause of error in dW_Q by itself."""
     rows = []
-    for name in ("small, alone", "small, together", "small, bf16 sums"):
+    for name in ("small, alone in passes", "small, together", "small, bf16 sums"):
         try:
             rows.append({"run": name, **probe_row(runs.get(name), runs.study.probe_step)})
         except (ChildError, KeyError) as error:
