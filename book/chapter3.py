@@ -8,9 +8,14 @@ import numpy as np
 import torch
 from IPython.display import Markdown
 
+from gpt2.fork import identical_losses, parent_state
+from gpt2.train import train_many
+
+from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
-from .evidence import Archive
+from .evidence import Archive, run_experiment
 from .experiments import INJECTED, Experiment
+from .forks import plan_fork
 from .isolation_figures import FAILED, by_arm, head_values
 from .tables import markdown_table, number, step_text
 
@@ -39,6 +44,24 @@ KEEPS = {
 
 def head_name(place: tuple[int, int]) -> str:
     return f"layer {place[0]}, head {place[1]}"
+
+
+# -- what is run ----------------------------------------------------------------------------------
+
+
+def train_together(experiment: Experiment, arms: Sequence[str], preset: str, seed: int, **options):
+    """(the captured run, {(arm, seed): run}): trained side by side, so that no worker waits.
+
+    options: `store`, `cache_dir`, `workers`, `progress` of `gpt2.train.train_many`. What lies in
+    the store is loaded, chapter 1's failing run and forks of chapter 2 among it.
+    """
+    where = {n: options[n] for n in ("progress", "cache_dir") if n in options}
+    asked = dict(seeds=[seed], preset=preset, **options)
+    parent = run_experiment(experiment, arms=[experiment.parent], **asked)[experiment.parent, seed]
+    forks = [plan_fork(experiment, experiment.arm(name), parent) for name in arms]
+    pairs = [(made.config, parent_state(parent, made.at, **where)) for made in forks]
+    captured, *_ = train_many([captured_config(preset, seed), *pairs], **options)
+    return captured, run_experiment(experiment, arms=list(arms), **asked)
 
 
 # -- sections 1 to 4 and 6: captured heads --------------------------------------------------------
@@ -186,8 +209,6 @@ def failed_steps(rows: Sequence[Mapping]) -> list[int]:
 
 def sham_words(runs: Mapping, experiment: Experiment, seed: int) -> Markdown:
     """Whether the sham repeats the failing run bit for bit."""
-    from gpt2.fork import identical_losses
-
     parent, sham = runs["low", seed], runs["sham", seed]
     same = identical_losses(parent, sham)
     word = "the failing run's, bit for bit" if same else "**not** the failing run's"

@@ -261,14 +261,14 @@ LAYERS = Experiment(
 # Mean and rms of delta_lp - delta_hp in each layer, as measured in the failing run of the preset
 # (cpu: seed 0, step 600; the mean over the layer's heads). Chapter 3 prints them as it finds them.
 INJECTED = {"cpu": ((2.7e-6, 5.3e-5), (5e-8, 3.5e-6))}
-LIVE_ERRORS = ("sham", "mirror", "random_sign", "random_direction")
+LIVE_ERRORS = ("sham", "mirror", "random_sign")
 
 
-def errors(preset: str = "cpu", *, forked: bool = False) -> Experiment:
+def errors(preset: str = "cpu", *, forked: bool = False, until: float | None = None) -> Experiment:
     """Interventions on the error of delta itself; the forward pass is the failing run's in all.
 
-    forked: from the step at which chapter 2's forks start, before the onset, else from
-    the start, where an intervention also shapes what it acts on.
+    forked: from the step at which chapter 2's forks start, before the onset, up to `until` (as in
+    `Regime`), else from the start, where an intervention also shapes what it acts on.
     """
     config = make_config(preset)
     regime = REGIMES.get(preset, Regime("paper", config.max_steps))
@@ -288,7 +288,7 @@ def errors(preset: str = "cpu", *, forked: bool = False) -> Experiment:
         failing="low",
         twin="delta_fp32",
         parent="low" if forked else None,
-        until=regime.until if forked else None,
+        until=(until or regime.until) if forked else None,
         arms=(low, *arms),
     )
 
