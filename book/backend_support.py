@@ -96,7 +96,7 @@ class Effects(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.tried} run, {self.low:.2g} to {self.high:.2g} u"
+        return f"{self.tried} run: {self.low:.2g} to {self.high:.2g} u"
 
 
 def site_effects(site: str, *, seed: int = 0) -> Effects:
@@ -158,28 +158,25 @@ def _agreement(site: str) -> float:
     return distances(theirs, mine)[place] / moved[place]
 
 
-def site_table(tested: Sequence[Numerics], agreement: dict[str, float] | str) -> list[list[str]]:
-    """Site, emulator's support and effects, Triton's support and both of its tests, sdpa's.
+def site_table() -> list[list[object]]:
+    """Site, and what each backend honours there."""
+    return [[f"`{s}`", *(site_support(s, backend) for backend in BACKENDS)] for s in SITE_NAMES]
+
+
+def trial_table(
+    tested: Sequence[Numerics], agreement: dict[str, float] | str
+) -> list[list[object]]:
+    """Site, the emulator's effects, the interpreted kernels' distance, formats of the GPU run.
 
     tested: numerics of the archived GPU parity cases; agreement: of `interpreted_agreement`.
     """
     lines = []
     for site in SITE_NAMES:
-        support = [site_support(site, backend) for backend in BACKENDS]
         values = (getattr(n, site) for n in tested)
-        on_gpu = dict.fromkeys(str(v) for v in values if v is not None and str(v) != "fp32")
-        interpreted = agreement.get(site) if isinstance(agreement, dict) else None
-        lines.append(
-            [
-                f"`{site}`",
-                support[0],
-                site_effects(site),
-                support[1],
-                "none" if interpreted is None else f"{interpreted:.1g}",
-                ", ".join(on_gpu) or "fp32",
-                support[2],
-            ]
-        )
+        on_gpu = dict.fromkeys(str(v) for v in values if v is not None)
+        found = agreement.get(site) if isinstance(agreement, dict) else None
+        distance = "not honoured" if found is None else f"{found:.1g}"
+        lines.append([f"`{site}`", site_effects(site), distance, ", ".join(on_gpu)])
     return lines
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -30,7 +31,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Chapter:
-    """number: the digits that its file name starts with, or its place among the chapters."""
+    """number: the digits that its file name starts with, else its place or the next free one."""
 
     number: int
     path: Path
@@ -82,10 +83,13 @@ def find_chapters(toc: Path) -> list[Chapter]:
 
     walk(yaml.safe_load(toc.read_text(encoding="utf8")))
     notebooks = [p for f in files if (p := toc.parent / f"{f}.ipynb").exists()]
+    digits = [re.match(r"\D*(\d+)", path.stem) for path in notebooks]
+    taken = {int(d[1]) for d in digits if d}
     chapters = []
-    for place, path in enumerate(notebooks, start=1):
-        digits = re.match(r"\D*(\d+)", path.stem)
-        chapters.append(Chapter(int(digits[1]) if digits else place, path))
+    for place, (path, own) in enumerate(zip(notebooks, digits), start=1):
+        number = int(own[1]) if own else next(n for n in itertools.count(place) if n not in taken)
+        taken.add(number)
+        chapters.append(Chapter(number, path))
     return chapters
 
 

@@ -51,22 +51,24 @@ def errors(T: int, D: int, presets: tuple = tuple(PRESETS), *, heads: int = 16, 
     return rows
 
 
-def error_table(rows: Sequence[ErrorRow]) -> str:
-    """The rows as an HTML table; means more than four standard errors off zero are bold."""
+def error_table(T: int, D: int, quantity: str, seed: int = 0) -> str:
+    """One quantity of every preset as an HTML table; means over four standard errors are bold."""
 
     def mean(found: SignedMean) -> str:
         return f"<b>{plus_minus(found)}</b>" if abs(found.z) > 4 else plus_minus(found)
 
-    header = ("numerics", "quantity", "size", "mean (rms)", "mean away from zero (rms)")
-    cells = [
-        [f"<code>{r.preset}</code>", r.quantity, f"{r.relative:.1e}", mean(r.signed),
-         mean(r.outward)]
-        for r in rows
-    ]  # fmt: skip
-    lines = ["".join(f"<td>{c}</td>" for c in line) for line in cells]
+    rows = [r for r in errors(T, D, seed=seed) if r.quantity == quantity]
+    header = ("numerics", f"size, {quantity}", "mean (rms)", "away from zero (rms)")
     head = "".join(f"<th>{name}</th>" for name in header)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table class="table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    body = "".join(
+        f"<tr><td><code>{r.preset}</code></td><td>{r.relative:.1e}</td>"
+        f"<td>{mean(r.signed)}</td><td>{mean(r.outward)}</td></tr>"
+        for r in rows
+    )
+    return (
+        '<div style="overflow-x:auto"><table class="table" style="white-space:nowrap">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 # -- crafted rows ---------------------------------------------------------------------------------
@@ -138,8 +140,17 @@ def _predicted(n: Numerics, scores: Tensor, v: Tensor) -> float | None:
     return law.expected_ulp
 
 
-def predicted(bias: Bias) -> str:
-    return "no statement" if bias.predicted is None else f"{bias.predicted:+.4f}"
+def bias_table(biases: Sequence[Bias]) -> list[list[str]]:
+    """Row, numerics, prediction, measurement with its standard error."""
+    return [
+        [
+            b.kind,
+            f"`{b.numerics}`",
+            "none" if b.predicted is None else f"{b.predicted:+.4f}",
+            f"{b.measured.mean:+.4f}\u00a0±\u00a0{b.measured.stderr:.4f}",
+        ]
+        for b in biases
+    ]
 
 
 def biases_in_words(biases: Sequence[Bias]) -> str:

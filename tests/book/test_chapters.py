@@ -21,6 +21,14 @@ def test_chapters_come_from_the_table_of_contents_in_order(project, add_chapter)
     assert [c.name for c in select(chapters, None)] == ["02-later", "01-first", "extra"]
 
 
+def test_a_page_without_a_number_takes_none_of_the_others(project, add_chapter):
+    for name in ("01-first", "numerics", "02-second"):
+        add_chapter(name, "1")
+    chapters = find_chapters(project.toc)
+    assert [c.number for c in chapters] == [1, 3, 2]
+    assert [c.name for c in select(chapters, "2")] == ["02-second"]
+
+
 @pytest.mark.parametrize(
     "asked, hint", [("7", "04-kernels"), ("kernles", "04-kernels"), ("01-falure", "01-failure")]
 )

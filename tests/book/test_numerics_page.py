@@ -63,9 +63,10 @@ class _Unrounded:
 
 def test_tables_have_a_line_for_everything():
     tested = parity_archive.compared_numerics(latest("parity"))
-    table = backend_support.site_table(tested, {"scores": 1e-4})
+    table = backend_support.trial_table(tested, {"scores": 1e-4})
     assert [line[0] for line in table] == [f"`{s}`" for s in SITE_NAMES]
-    assert table[1][4] == "0.0001" and table[0][4] == "none" and "bf16.4" in table[1][5]
+    assert [line[0] for line in backend_support.site_table()] == [f"`{s}`" for s in SITE_NAMES]
+    assert table[1][2] == "0.0001" and table[0][2] == "not honoured" and "bf16.4" in table[1][3]
     told = dict((label, rest) for label, *rest in backend_support.choice_table())
     assert told["`authors`"] == ["yes", "refused", "refused"]
     sentences = backend_support.refusals()
@@ -77,11 +78,16 @@ def test_errors_are_small_and_exact_is_fp32():
     assert len(rows) == 24
     assert rows["exact", "out"].relative < 1e-6
     assert 1e-4 < rows["flash", "out"].relative < rows["paper", "out"].relative < 1e-2
-    table = numerics_page.error_table(list(rows.values()))
-    assert table.count("<tr>") == 25
-    loud = rows["flash", "out"]
-    loud = loud._replace(outward=loud.outward._replace(mean=1.0))
-    assert "<b>" in numerics_page.error_table([loud])
+    table = numerics_page.error_table(65, 40, "dQ")
+    assert table.count("<tr>") == 7 and f"{rows['paper', 'dQ'].relative:.1e}" in table
+
+
+def test_means_far_off_zero_are_bold(monkeypatch):
+    row = numerics_page.errors(65, 40)[4]
+    loud = row._replace(quantity="dQ", outward=row.outward._replace(mean=1.0))
+    monkeypatch.setattr(numerics_page, "errors", lambda T, D, seed: [row, loud])
+    assert "<b>" in numerics_page.error_table(65, 40, "dQ")
+    assert "<b>" not in numerics_page.error_table(65, 40, row.quantity)
 
 
 @pytest.mark.parametrize("kind", numerics_page.CRAFTED)
@@ -90,7 +96,7 @@ def test_crafted_rows_have_the_predicted_bias(kind, text):
     bias = numerics_page.crafted_bias(kind, text)
     if bias.predicted is None:
         assert parse_numerics(text).softmax.kind in ("stabilized", "guarded")
-        assert numerics_page.predicted(bias) == "no statement"
+        assert numerics_page.bias_table([bias])[0][2] == "none"
     else:
         slack = 5 * bias.measured.stderr + 0.01
         assert abs(bias.measured.mean - bias.predicted) < slack
