@@ -103,10 +103,13 @@ def measure(captures: Iterable[Captured], *, draws: int = 20) -> dict[Place, lis
     """
     found: dict[Place, list[Moment]] = {}
     for captured in captures:
-        head, n = captured.head, captured.numerics
+        n = captured.numerics
         try:
+            head = captured.head
             weight = weight_gradient_error(head, numerics=n)
-        except ValueError:  # an O that is not finite: nothing to measure any more
+        except ValueError as error:
+            if "finite" not in str(error):  # nothing to measure any more, or something wrong
+                raise
             continue
         moment = Moment(
             captured,

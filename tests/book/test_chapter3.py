@@ -51,6 +51,16 @@ def test_moments_are_by_head_and_step_and_the_identity_holds(moments):
     assert all(m.projection <= m.spectral_norm * (1 + 1e-9) for m in moments[1, 1])
 
 
+def test_heads_that_are_not_finite_any_more_are_left_out(tmp_path):
+    write_head(tmp_path, 0)
+    write_head(tmp_path, 100)
+    broken = dict(np.load(tmp_path / "step_00000100-L1H0.npz"))
+    broken["v"][0, 0, 0] = np.inf
+    np.savez(tmp_path / "step_00000100-L1H0.npz", **broken)
+    found = direction.measure(captured_heads(tmp_path.glob("*.npz")), draws=2)
+    assert [m.step for m in found[1, 0]] == [0]
+
+
 def test_stages_say_whether_a_capture_lies_inside_the_failure(moments):
     series = moments[1, 0]
     steps = {n: m.step for n, m in direction.stages(series, 220).items()}

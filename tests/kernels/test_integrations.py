@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from kernels import exact
 from kernels.integrations import (
+    attention_function,
     register_with_transformers,
     scaled_dot_product_attention,
 )
@@ -84,3 +85,16 @@ def test_transformers_models_run_under_our_numerics():
     torch.testing.assert_close(logits("ours-exact"), reference, rtol=1e-4, atol=1e-5)
     moved = (logits("ours-paper") - reference).abs().max()
     assert moved > 1e-4  # one coarse head of one layer is felt
+
+
+def test_a_watcher_sees_every_call_and_changes_nothing():
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    module, seen = torch.nn.Identity(), []
+    plain, _ = attention_function(module, q, k, k, None, numerics="paper")
+    watched, _ = attention_function(
+        module, q, k, k, None, numerics="paper", watch=lambda *told: seen.append(told)
+    )
+    assert torch.equal(plain, watched)
+    ((who, query, key, _, probe),) = seen
+    assert who is module and query is q and key is k
+    assert probe.ties.shape == (1, 4, 6)
