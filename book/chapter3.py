@@ -9,8 +9,10 @@ import torch
 from IPython.display import Markdown
 
 from gpt2.fork import identical_losses, parent_state
+from gpt2.outcomes import VERDICT_RUNS
 from gpt2.train import train_many
 
+from .captions import archived
 from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
 from .evidence import Archive, run_experiment
@@ -202,6 +204,11 @@ def intervention_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markd
     return markdown_table(header, lines)
 
 
+def source(kept: Archive):
+    """Provenance of an archive for captions; says so where arms or seeds are missing."""
+    return archived(kept.provenance, note=None if kept.complete else "not complete")
+
+
 def failed_steps(rows: Sequence[Mapping]) -> list[int]:
     """Steps at which these records failed, ascending."""
     return sorted(r["diverged_step"] or r["nonfinite_step"] for r in rows if r["kind"] in FAILED)
@@ -238,7 +245,7 @@ def answers(rows: Sequence[Mapping]) -> list[str]:
     ):
         if name in arms:
             told.append(_count(words, arms[name]))
-    return told + _verdicts(arms)
+    return [*told, " ".join(_verdicts(arms))]
 
 
 def _count(words: str, rows: Sequence[Mapping]) -> str:
@@ -251,7 +258,9 @@ def _verdicts(arms: Mapping[str, Sequence[Mapping]]) -> list[str]:
     def share(name: str) -> float | None:
         return len(failed_steps(arms[name])) / len(arms[name]) if name in arms else None
 
-    low, told = share("low"), []
+    runs = min(len(arms[name]) for name in ("low", "random_sign", "centred") if name in arms)
+    standing = "Verdict" if runs >= VERDICT_RUNS else f"Observed, {runs} run(s) an arm"
+    low, told = share("low"), [f"{standing}:"]
     size = share("random_sign")
     if size is not None and size < low:
         told.append(
@@ -264,6 +273,13 @@ def _verdicts(arms: Mapping[str, Sequence[Mapping]]) -> list[str]:
     if centred is not None:
         word = "did not prevent" if centred >= low else "prevented or made rarer"
         told.append(f"Taking off each head's mean, its bias within a batch, {word} the failure.")
+    shuffled = share("shuffled")
+    if shuffled is not None:
+        told.append(
+            "Given to other rows, the same errors fail too: they need not belong to their rows."
+            if shuffled >= low
+            else "Given to other rows, the same errors fail less often."
+        )
     own, random = share("own_direction"), share("random_direction")
     if own is not None and random is not None and own > 0:
         word = "rarer" if random < own else "no rarer"
