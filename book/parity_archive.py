@@ -146,6 +146,7 @@ def time_tests(load: float | None = None) -> dict:
             check=False,
         )
         seconds = time.monotonic() - started
+        used = os.times()  # of child processes, and theirs
         if done.returncode:
             raise RuntimeError(f"the tests failed; nothing is kept:\n{done.stdout[-1500:]}")
         rows = junit_rows(report.read_text())
@@ -154,6 +155,7 @@ def time_tests(load: float | None = None) -> dict:
         "machine": f"{cores}-core {device_name('cpu')}",
         "date": datetime.date.today().isoformat(),
         "duration_s": round(seconds, 1),
+        "cpu_s": round(used.children_user + used.children_system, 1),
         "load_at_start": round(load, 1),
         "code": _commit(),
     }
@@ -190,7 +192,8 @@ def total_time(archive: Archive | None = None) -> str:
     p = archive.provenance
     return (
         f"Archived: {p['duration_s']:.0f} s in all on {p['machine']}, {p['date']}, "
-        f"code {p['code']}; {p['load_at_start']:g} processes ran on average when it started."
+        f"code {p['code']}, while {p['load_at_start']:g} processes shared the machine; the tests "
+        f"themselves computed for {p['cpu_s']:.0f} s."
     )
 
 

@@ -185,13 +185,16 @@ def test_times_of_tests_come_from_the_report():
     <testcase classname="tests.kernels.test_b" time="9"/></testsuite></testsuites>"""
     rows = parity_archive.junit_rows(text)
     assert rows[0] == {"file": "test_b", "passed": 1, "skipped": 0, "seconds": 9.0}
-    source = dict(machine="A CPU", date="2026-01-02", duration_s=11, code="c", load_at_start=0.5)
+    source = dict(
+        machine="A CPU", date="2026-01-02", duration_s=11, cpu_s=7.5, code="c", load_at_start=3
+    )
     kept = Archive(Path("x"), source, rows)
     assert parity_archive.longest(kept, 1) == [
         ["`test_b`", 1, 0, "9.0"],
         ["1 others", 1, 1, "2.0"],
     ]
-    assert "11 s in all on A CPU, 2026-01-02" in parity_archive.total_time(kept)
+    told = parity_archive.total_time(kept)
+    assert "11 s in all on A CPU, 2026-01-02" in told and "computed for 8 s" in told
 
 
 def test_archived_parity_is_small_and_without_failures():
