@@ -148,24 +148,22 @@ def losses_table(archive: Archive | None) -> Markdown:
         return missing("A comparison of losses")
     lines = [
         [
-            r["comparison"],
-            f"`{r['preset']}`",
-            " / ".join(map(str, r["processes"])),
-            " / ".join(map(str, r["passes"])),
-            f"{r['steps'][1] + 1}",
-            _step(r["first_different"]),
-            _step(r["first_different_grad_norm"]),
+            f"`{r['preset']}`, {r['comparison']}",
+            " / ".join(f"{p} x {n}" for p, n in zip(r["processes"], r["passes"])),
+            _step(r["first_different"], r["steps"]),
+            _step(r["first_different_grad_norm"], r["steps"]),
             "0" if not r["largest_difference"] else f"{r['largest_difference']:.2g}",
         ]
         for r in rows
     ]
-    head = ["runs", "preset", "processes", "passes a step", "steps"]
-    head += ["first other loss", "first other gradient norm", "largest difference of losses"]
+    head = ["runs", "processes x passes", "first other loss", "first other gradient norm"]
+    head += ["largest difference of losses"]
     return markdown_table(head, lines)
 
 
-def _step(step: int | None) -> str:
-    return "none" if step is None else f"step {step}"
+def _step(step: int | None, steps: Sequence[int]) -> str:
+    count = steps[1] - steps[0] + 1
+    return f"none in {count} steps" if step is None else f"step {step}"
 
 
 @styled
