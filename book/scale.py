@@ -24,15 +24,22 @@ from .tables import markdown_table
 # -- archives -------------------------------------------------------------------------------------
 
 
-def scaling_archive(folder: Path = RESULTS) -> Archive | None:
-    """The newest archive of `gpt2.scaling`; one of GPUs before one of a CPU."""
+def scaling_archives(folder: Path = RESULTS) -> list[Archive]:
+    """The newest archive of `gpt2.scaling` on GPUs, and the newest of its toys on a CPU."""
     found = archives("scaling", folder)
     gpu = [a for a in found if a.provenance.get("device") == "cuda"]
-    return (gpu or found or [None])[-1]
+    cpu = [a for a in found if a not in gpu]
+    return gpu[-1:] + cpu[-1:]
+
+
+def short(archive: Archive) -> str:
+    """How rows of a table name the machine."""
+    on_gpu = archive.provenance["device"] == "cuda"
+    return archive.provenance["machine"] if on_gpu else "toys on a CPU"
 
 
 def throughput_rows(folder: Path = RESULTS) -> list[dict]:
-    """Rows of all archives of `gpt2.bench`, oldest first, each with its machine and date.
+    """Results of all archives of `gpt2.bench`, oldest first, each with its machine and date.
 
     Raises ValueError naming a file that cannot be read.
     """
@@ -42,7 +49,7 @@ def throughput_rows(folder: Path = RESULTS) -> list[dict]:
             told = json.loads(path.read_text())
             source = told.get("provenance") or told["environment"]
             where = {"machine": source["machine"], "date": source["date"][:10]}
-            out += [where | row for row in told["rows"]]
+            out += [where | row for row in told["rows"] if not row.get("error")]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not an archive ({error!r}); restore or delete it"
@@ -50,29 +57,45 @@ def throughput_rows(folder: Path = RESULTS) -> list[dict]:
     return sorted(out, key=lambda row: row["date"])
 
 
-def part(archive: Archive | None, name: str) -> list[dict]:
-    """The rows of one part that have results."""
-    rows = [] if archive is None else archive.rows
-    return [r for r in rows if r["part"] == name and not r.get("error")]
+def part(found: Sequence[Archive], name: str) -> list[dict]:
+    """The rows of one part that have results, each with `where` it was measured."""
+    return [
+        {"where": short(archive)} | row
+        for archive in found
+        for row in archive.rows
+        if row["part"] == name and not row.get("error")
+    ]
 
 
-def source(archive: Archive | None) -> Markdown:
-    """Where the tables below come from, or that they are missing."""
-    if archive is None:
+def source(found: Sequence[Archive]) -> Markdown:
+    """Where the tables come from, and what they lack."""
+    if not found:
         return Markdown(
             "**No archive yet**: nothing was measured with several processes. "
             "`python -m gpt2.scaling --json FILE` measures it; put the file into "
             "`book/results/scaling/`."
         )
-    p = archive.provenance
-    text = f"*Archived: {p['machine']}, {p['processes']} processes, presets {p['preset']}, "
-    text += f"corpus {p['corpus']}, {p['date']}, torch {p['torch']}, code {p['code']}.*"
-    if p["device"] != "cuda":
-        text += " **These are toys on a CPU over gloo; no archive of GPUs is here yet.**"
-    failed = [r for r in archive.rows if r.get("error")]
-    for row in failed:
-        text += f"\n\nNot measured ({row['part']}): {row['error'][:200]}"
-    return Markdown(text)
+    lines = []
+    for archive in found:
+        p = archive.provenance
+        line = f"- *{short(archive)}*: {p['machine']}, {p['processes']} processes, presets "
+        line += f"{p['preset']}, corpus {p['corpus']}, {p['date']}, torch {p['torch']}, code "
+        line += p["code"] + (f"; {p['note']}" if p.get("note") else "") + "."
+        lost = [_named(row) for row in archive.rows if row.get("error")]
+        if lost:
+            line += f" **Not measured there** (failed, or the time was up): {'; '.join(lost)}."
+        lines.append(line)
+    if all(a.provenance["device"] != "cuda" for a in found):
+        lines.append("- **No archive of GPUs is here yet.**")
+    return Markdown("\n".join(lines))
+
+
+def _named(row: Mapping) -> str:
+    names = [row.get(k) for k in ("comparison", "event", "run", "cause", "preset")]
+    told = next((n for n in names if n), "all")
+    if row.get("preset"):
+        told += f" {row.get('implementation', '')} on {row.get('processes', 1)}"
+    return f"{row['part']}: {told}"
 
 
 def missing(what: str) -> Markdown:
@@ -110,21 +133,45 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
     return markdown_table(head, lines)
 
 
-def bench_rows(archive: Archive | None) -> list[dict]:
-    """Speeds of the scaling archive, in the form of `throughput_rows`."""
-    if archive is None:
-        return []
-    where = {"machine": archive.provenance["machine"], "date": archive.provenance["date"]}
-    return [where | r for r in part(archive, "speed") if "tokens_per_s" in r]
+def bench_rows(found: Sequence[Archive]) -> list[dict]:
+    """Speeds on GPUs in archives of scaling, in the form of `throughput_rows`."""
+    return [
+        {"machine": a.provenance["machine"], "date": a.provenance["date"]} | row
+        for a in found
+        if a.provenance["device"] == "cuda"
+        for row in part([a], "speed")
+        if "tokens_per_s" in row
+    ]
 
 
-def scaling_table(archive: Archive | None) -> Markdown:
-    rows = [r for r in part(archive, "speed") if "ratio" in r]
+def needed_sum(rows: Sequence[Mapping], gpus: int, share: float) -> Markdown:
+    """How fast gradients must be summed for `share` of the ideal speed on `gpus` GPUs.
+
+    From each measured step of one GPU whose update was timed by itself: computed, not measured.
+    """
+    one = [r for r in rows if r["processes"] == 1 and r.get("update_ms") is not None]
+    if not one:
+        return missing("A step whose update was timed by itself")
+    lines = []
+    for r in one:
+        step = 1e3 * r["tokens_per_step"] / r["tokens_per_s"]
+        update = r["update_ms"] * (1 - 1 / gpus)
+        spare = step / (share * gpus) - step / gpus - update
+        size = 4 * r["parameters"]
+        rate = f"{size / spare / 1e6:,.0f} GB/s" if spare > 0 else "not possible"
+        cells = [f"`{r['preset']}`, `{r['implementation']}`", f"{step:.1f}", f"{update:.2f}"]
+        lines.append([*cells, f"{size / 1e6:,.0f} MB", f"{spare:.1f}", rate])
+    head = ["", "step on one (ms)", "undivided update (ms)", "gradient", "time for its sum (ms)"]
+    return markdown_table([*head, "that is"], lines)
+
+
+def scaling_table(found: Sequence[Archive]) -> Markdown:
+    rows = [r for r in part(found, "speed") if "ratio" in r]
     if not rows:
         return missing("The ratio of speeds")
     lines = [
         [
-            r["scaling"],
+            f"{r['where']}: {r['scaling']}",
             f"{r['from_processes']} to {r['to_processes']}",
             f"{r['ratio']:.2f}",
             f"{100 * r['efficiency']:.0f} %",
@@ -142,13 +189,13 @@ def scaling_table(archive: Archive | None) -> Markdown:
 # -- the same batches, other processes ------------------------------------------------------------
 
 
-def losses_table(archive: Archive | None) -> Markdown:
-    rows = part(archive, "losses")
+def losses_table(found: Sequence[Archive]) -> Markdown:
+    rows = part(found, "losses")
     if not rows:
         return missing("A comparison of losses")
     lines = [
         [
-            f"`{r['preset']}`, {r['comparison']}",
+            f"{r['where']}, `{r['preset']}`: {r['comparison']}",
             " / ".join(f"{p} x {n}" for p, n in zip(r["processes"], r["passes"])),
             _step(r["first_different"], r["steps"]),
             _step(r["first_different_grad_norm"], r["steps"]),
@@ -170,7 +217,7 @@ def _step(step: int | None, steps: Sequence[int]) -> str:
 def loss_differences(archive: Archive) -> Figure:
     """|loss a - loss b| by step, one line per comparison; steps of equal bits are left out."""
     figure, ax = subplots(height=3.2)
-    for place, row in enumerate(part(archive, "losses")):
+    for place, row in enumerate(part([archive], "losses")):
         pairs = zip(row["loss_a"], row["loss_b"])
         points = [(row["steps"][0] + i, abs(a - b)) for i, (a, b) in enumerate(pairs) if a != b]
         if points:
@@ -182,9 +229,10 @@ def loss_differences(archive: Archive) -> Figure:
     return figure
 
 
-def losses_figure(archive: Archive | None) -> Captioned | Markdown:
-    """`loss_differences` with its caption, where there is something to draw."""
-    if not part(archive, "losses"):
+def losses_figure(found: Sequence[Archive]) -> Captioned | Markdown:
+    """`loss_differences` of the first archive that has any, with its caption."""
+    archive = next((a for a in found if part([a], "losses")), None)
+    if archive is None:
         return missing("A picture of the differences")
     return caption(
         loss_differences(archive),
@@ -196,62 +244,64 @@ def losses_figure(archive: Archive | None) -> Captioned | Markdown:
     )
 
 
-def losses_in_words(archive: Archive | None) -> Markdown:
-    """What the comparison that isolates the order of the sum says."""
-    row = next((r for r in part(archive, "losses") if "in passes" in r["a"]), None)
-    if row is None:
+def losses_in_words(found: Sequence[Archive]) -> Markdown:
+    """What the comparison that isolates the order of the sum says, for each archive."""
+    rows = [r for r in part(found, "losses") if "in passes" in r["a"]]
+    if not rows:
         return missing("The comparison with the same passes")
+    return Markdown("\n".join(f"- *{r['where']}*: {_order_in_words(r)}" for r in rows))
+
+
+def _order_in_words(row: Mapping) -> str:
     n = row["processes"][1]
-    if row["first_different"] is None and row["first_different_grad_norm"] is None:
-        text = (
-            f"**Nothing but the order of sums differs.** Split into the passes that {n} processes "
+    steps = [row["first_different"], row["first_different_grad_norm"]]
+    differing = [s for s in steps if s is not None]
+    if not differing:
+        return (
+            f"**nothing but the order of sums differs.** Split into the passes that {n} processes "
             f"take, one process gives the same bits as {n} for all {row['steps'][1] + 1} steps, "
             "in every loss and gradient norm. With other passes the same numbers are added in "
             "another order and differ in their last bits."
         )
-    else:
-        steps = [row["first_different"], row["first_different_grad_norm"]]
-        first = min(s for s in steps if s is not None)
-        text = (
-            f"Even with the same passes, {n} processes differ from one, first at step {first}: "
-            "the sum over processes adds in an order of its own, or a kernel sums in an order "
-            "that changes from run to run."
-        )
-    return Markdown(text)
+    return (
+        f"even with the same passes, {n} processes differ from one, first at step "
+        f"{min(differing)}: the sum over processes adds in an order of its own, or a kernel sums "
+        "in an order that changes from run to run."
+    )
 
 
-def kill_table(archive: Archive | None) -> Markdown:
-    rows = part(archive, "kill")
+def kill_table(found: Sequence[Archive]) -> Markdown:
+    rows = part(found, "kill")
     if not rows:
         return missing("The loss of a process")
     lines = []
     for r in rows:
         if "others_ended_after_s" in r:
             said = f"“{r['message']}”" if r["message"] else "no message"
-            found = f"all ended after {r['others_ended_after_s']} s, run `{r['status']}`; {said}"
+            what = f"all ended after {r['others_ended_after_s']} s, run `{r['status']}`; {said}"
         else:
             same = r["first_different"] is None
-            found = f"steps {r['from']} to {r['to']}, compared with the run that was not killed: "
-            found += (
+            what = f"steps {r['from']} to {r['to']}, compared with the run that was not killed: "
+            what += (
                 "every loss the same bits"
                 if same
                 else f"other bits from step {r['first_different']}, "
                 f"largest difference {r['largest_difference']:.1g}"
             )
-        lines.append([r["event"], found])
-    return markdown_table(["event", "what happened"], lines)
+        lines.append([r["where"], r["event"], what])
+    return markdown_table(["where", "event", "what happened"], lines)
 
 
 # -- rounding of the sum --------------------------------------------------------------------------
 
 
-def probes_table(archive: Archive | None) -> Markdown:
-    rows = [r for r in part(archive, "reduction") if "run" in r]
+def probes_table(found: Sequence[Archive]) -> Markdown:
+    rows = [r for r in part(found, "reduction") if "run" in r]
     if not rows:
         return missing("The error of delta under both reductions")
     lines = [
         [
-            f"{r['processes']}, sums in {r['grad_reduce_dtype']}" if r["processes"] > 1 else "1",
+            f"{r['where']}, {_processes(r)}",
             r["at_step"],
             f"{r['delta_error_mean']:.2g} ± {2 * r['delta_error_stderr']:.1g}",
             f"{r['delta_error_rms']:.2g}",
@@ -260,17 +310,22 @@ def probes_table(archive: Archive | None) -> Markdown:
         ]
         for r in rows
     ]
-    head = ["processes", "step", "mean of δlp − δhp (± 2 s.e.)", "rms", "heads off zero"]
+    head = ["", "step", "mean of δlp − δhp (± 2 s.e.)", "rms", "heads off zero"]
     return markdown_table([*head, "error of dW_Q by it (median head)"], lines)
 
 
-def causes_table(archive: Archive | None) -> Markdown:
-    rows = [r for r in part(archive, "reduction") if "cause" in r]
+def _processes(row: Mapping) -> str:
+    n = row["processes"]
+    return "1 process" if n == 1 else f"{n} processes, sums in {row['grad_reduce_dtype']}"
+
+
+def causes_table(found: Sequence[Archive]) -> Markdown:
+    rows = [r for r in part(found, "reduction") if "cause" in r]
     if not rows:
         return missing("Each cause of error in dW_Q by itself")
     lines = [
         [
-            r["cause"],
+            f"{r['where']}: {r['cause']}",
             f"{r['relative_size_median']:.2g}",
             f"{r['mean_in_rms']:+.4f} ± {2 * r['mean_in_rms_stderr']:.4f}",
             f"{r['between_batches']:+.4f} ± {2 * r['between_batches_stderr']:.4f}",
@@ -288,21 +343,21 @@ def accumulates(row: Mapping) -> bool:
     return row["between_batches"] > 4 * row["between_batches_stderr"]
 
 
-def reduction_in_words(archive: Archive | None) -> Markdown:
-    rows = [r for r in part(archive, "reduction") if "cause" in r]
+def reduction_in_words(found: Sequence[Archive]) -> Markdown:
+    """Size and direction of each cause's error in a sentence."""
+    rows = [r for r in part(found, "reduction") if "cause" in r]
     if not rows:
         return missing("What the sum rounds")
     words = []
     for r in rows:
         way = (
-            "its direction is shared by batches (mean cosine "
+            "its direction is shared by batches"
             if accumulates(r)
-            else "batches share no direction of it that we can see (mean cosine "
+            else "batches share no direction of it that we can see"
         )
         words.append(
-            f"- *{r['cause']}*: an error of {100 * r['relative_size_median']:.2g} % of dW_Q in "
-            f"the median head; {way}{r['between_batches']:+.3f})."
+            f"- *{r['where']}, {r['processes']} processes, {r['cause']}*: an error of "
+            f"{100 * r['relative_size_median']:.2g} % of dW_Q in the median head; {way} "
+            f"(mean cosine {r['between_batches']:+.3f} over {r['batches']} batches)."
         )
-    n = rows[0]["processes"]
-    text = f"With {n} processes, over {rows[0]['batches']} batches at one set of weights:\n\n"
-    return Markdown(text + "\n".join(words))
+    return Markdown("\n".join(words))

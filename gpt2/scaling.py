@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--json", metavar="PATH", required=True, help="write results there")
-    p.add_argument("--limit-s", type=float, default=420.0, help="end after this (420)")
+    p.add_argument("--limit-s", type=float, default=540.0, help="end after this (540)")
     p.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     p.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cuda, or toys on cpu"

@@ -28,7 +28,7 @@ def written(folder, rows, name="a", **changes):
     path.parent.mkdir(exist_ok=True)
     told = {"experiment": "scaling", "complete": True, "rows": rows}
     path.write_text(json.dumps(told | {"provenance": SOURCE | changes}))
-    return scale.scaling_archive(folder)
+    return scale.scaling_archives(folder)
 
 
 def test_parameters_are_those_of_the_model():
@@ -57,17 +57,17 @@ def test_times_are_measured_where_a_measurement_is_archived():
 
 
 def test_without_an_archive_the_page_says_so(tmp_path):
-    assert scale.scaling_archive(tmp_path) is None and scale.throughput_rows(tmp_path) == []
-    assert "No archive yet" in scale.source(None).data
+    assert scale.scaling_archives(tmp_path) == [] and scale.throughput_rows(tmp_path) == []
+    assert "No archive yet" in scale.source([]).data
     tables = "losses_table losses_figure losses_in_words kill_table probes_table causes_table "
     for name in (tables + "reduction_in_words scaling_table").split():
-        assert "not in any archive yet" in getattr(scale, name)(None).data
+        assert "not in any archive yet" in getattr(scale, name)([]).data
     assert "not in any archive yet" in scale.speed_table([]).data
 
 
 def test_words_follow_the_archive(tmp_path):
     same = scale.losses_in_words(written(tmp_path, [LOSSES])).data
-    assert "Nothing but the order" in same
+    assert "nothing but the order" in same
     other = LOSSES | dict(first_different=7, first_different_grad_norm=4)
     assert "first at step 4" in scale.losses_in_words(written(tmp_path, [other])).data
     free = scale.reduction_in_words(written(tmp_path, [CAUSE])).data
@@ -76,13 +76,26 @@ def test_words_follow_the_archive(tmp_path):
     assert "shared by batches" in held
 
 
-def test_an_archive_of_gpus_goes_before_one_of_a_cpu_and_failures_are_told(tmp_path):
-    cpu = written(tmp_path, [], "b", device="cpu", date="2027-01-01")
-    assert "toys on a CPU" in scale.source(cpu).data
-    found = written(tmp_path, [LOSSES, dict(part="kill", error="it hung")])
-    assert found.provenance["device"] == "cuda"
-    assert "Not measured (kill): it hung" in scale.source(found).data
+def test_tables_name_both_machines_and_failures_are_told(tmp_path):
+    cpu = written(tmp_path, [LOSSES], "b", device="cpu", date="2027-01-01")
+    assert "No archive of GPUs" in scale.source(cpu).data
+    failed = [dict(part="kill", event="resumed on 2", error="it hung")]
+    failed += [dict(part="speed", preset="mini", processes=2, error="no time")]
+    found = written(tmp_path, [LOSSES, *failed])
+    assert [a.provenance["device"] for a in found] == ["cuda", "cpu"]
+    told = scale.source(found).data
+    assert "kill: resumed on 2; speed: mini  on 2" in told and "No archive of GPUs" not in told
+    text = scale.losses_table(found).data
+    assert "2 x NVIDIA H200, `mini`" in text and "toys on a CPU, `mini`" in text
     assert "not in any archive" in scale.kill_table(found).data
+
+
+def test_what_the_connection_must_do_is_computed():
+    row = SPEED | dict(tokens_per_step=1e5, update_ms=10.0)  # a step of one second
+    text = scale.needed_sum([row], gpus=2, share=0.8).data
+    assert "| 1000.0 | 5.00 | 497 MB | 120.0 | 4 GB/s |" in text
+    assert "not possible" in scale.needed_sum([row], gpus=2, share=0.999).data
+    assert "not in any archive" in scale.needed_sum([SPEED], gpus=2, share=0.9).data
 
 
 def test_speeds_come_from_both_kinds_of_archive(tmp_path):
