@@ -121,7 +121,7 @@ def test_the_shown_kernel_is_the_kernels_rule():
     assert "jit" not in source
 
 
-# -- heads -----------------------------------------------------------------------------------------
+# -- heads ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_gradient_errors_vanish_without_rounding():
     assert gradient_errors(head, under("paper", POLICIES["plain"]))["dQ"] > 1e-3
 
 
-# -- experiments and words -------------------------------------------------------------------------
+# -- experiments and words ------------------------------------------------------------------------
 
 
 def test_arms_of_chapter_one_are_shared_and_all_others_differ():
