@@ -174,8 +174,38 @@ def verdicts(kept: Mapping[str, Archive | None]) -> list[str]:
     return told
 
 
+# Arms of the sweep that tell the sites apart.
+TELLING = (
+    "low",
+    "guarded",
+    "guarded_unnormalized_fp32",
+    "guarded_output_fp32",
+    "guarded_delta_fp32",
+    "guarded_rounded",
+    "sfa2_delta_fp32",
+    "stochastic_both",
+    "clamped",
+)
+
+
+def telling_sentence(sweep: Archive) -> str:
+    """How many runs of each telling arm of the sweep failed, and when."""
+    parts = []
+    for name in TELLING:
+        mine = sweep.arm(name)
+        if mine:
+            bad = [r for r in mine if r["kind"] in FAILED]
+            steps = sorted(r["diverged_step"] or r["nonfinite_step"] for r in bad)
+            when = f" ({', '.join(f'{s:,}' for s in steps)})" if steps else ""
+            parts.append(f"{mine[0]['label']}: {len(bad)} of {len(mine)} failed{when}")
+    return "Archived sweep: " + "; ".join(parts) + "."
+
+
 def what_you_saw(
-    rows: Sequence[Mapping], broken: Sequence[str], kept: Mapping[str, Archive | None]
+    rows: Sequence[Mapping],
+    broken: Sequence[str],
+    kept: Mapping[str, Archive | None],
+    sweep: Archive | None = None,
 ) -> Markdown:
     """The chapter's findings as a list, every number from a record."""
     told = [f"{row['label'][:1].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
@@ -193,4 +223,5 @@ def what_you_saw(
     twin = by.get("delta_fp32")
     if twin is not None and twin["kind"] not in FAILED:
         told.append("The same forward pass with delta from an fp32 O did not fail.")
-    return Markdown("\n".join(f"- {s}" for s in [*told, *broken, *verdicts(kept)]))
+    told += [*broken, *verdicts(kept), *([telling_sentence(sweep)] if sweep else [])]
+    return Markdown("\n".join(f"- {sentence}" for sentence in told))

@@ -23,7 +23,7 @@ from kernels.numerics import Numerics, parse_numerics
 
 from .captured import Captured, captured_heads
 from .sfa_rows import CARRIER_UNDERFLOW
-from .tables import markdown_table, number
+from .tables import markdown_table
 
 POLICIES = {
     "plain": "softmax=safe",
@@ -47,21 +47,20 @@ def under(numerics: Numerics | str, changes: str) -> Numerics:
 
 @dataclass(frozen=True)
 class BrokenHead:
-    """One head of the step that broke. rows: of all captured sequences; lost: O not finite while
-    all that the sequence brought is. spoilt: rows of sequences that an earlier layer had broken.
-    lost_from, lost_to: smallest and largest row maximum among lost rows; tied_to: largest among
-    tied rows that came out finite; tied: share of tied rows. None where there are none.
+    """One head of the step that broke, over all captured sequences.
+
+    lost: maxima of the rows whose O is not finite while all that their sequence brought is, in
+    order. kept: those of tied rows that came out finite. spoilt: rows of sequences that an earlier
+    layer had broken. tied: share of tied rows.
     """
 
     layer: int
     head: int
     rows: int
-    lost: int
     spoilt: int
-    lost_from: float | None
-    lost_to: float | None
     tied: float
-    tied_to: float | None
+    lost: tuple[float, ...]
+    kept: tuple[float, ...]
 
 
 def broken_heads(paths: Iterable[Path]) -> tuple[int, list[BrokenHead]]:
@@ -81,20 +80,14 @@ def _broken(captured: Captured) -> BrokenHead:
     sound = torch.isfinite(given).all(-1).all(-1, keepdim=True).expand_as(rm)
     lost = sound & ~torch.isfinite(result.out.squeeze(1)).all(-1)
     tied = sound & (result.ties.squeeze(1) > 1)
-
-    def edge(x: Tensor, take) -> float | None:
-        return float(take(x)) if x.numel() else None
-
     return BrokenHead(
         captured.layer,
         captured.place,
         rows=rm.numel(),
-        lost=int(lost.sum()),
         spoilt=int((~sound).sum()),
-        lost_from=edge(rm[lost], torch.min),
-        lost_to=edge(rm[lost], torch.max),
         tied=float(tied.double().mean()),
-        tied_to=edge(rm[tied & ~lost], torch.max),
+        lost=tuple(rm[lost].sort().values.tolist()),
+        kept=tuple(rm[tied & ~lost].sort().values.tolist()),
     )
 
 
@@ -103,42 +96,38 @@ def broken_table(heads: Sequence[BrokenHead]) -> Markdown:
     lines = [
         [
             f"layer {h.layer}, head {h.head}",
-            f"{h.lost} of {h.rows}",
+            f"{len(h.lost)} of {h.rows}",
             h.spoilt,
-            "none" if h.lost_from is None else f"{h.lost_from:.3g} to {h.lost_to:.3g}",
+            _range(h.lost),
             f"{h.tied:.0%}",
-            number(h.tied_to, 2),
+            _range(h.kept),
         ]
         for h in heads
     ]
-    header = [
-        "head",
-        "rows lost",
-        "spoilt before",
-        "maxima of the lost",
-        "rows tied",
-        "largest tied maximum kept",
-    ]
+    header = ["head", "rows lost", "spoilt before", "their maxima", "tied", "tied maxima kept"]
     return markdown_table(header, lines)
 
 
+def _range(x: Sequence[float]) -> str:
+    return f"{x[0]:.3g} to {x[-1]:.3g}" if x else "none"
+
+
 def broken_sentence(label: str, beta: float, step: int, heads: Sequence[BrokenHead]) -> str:
-    """What the lost rows say about underflow, in one sentence."""
-    bound = CARRIER_UNDERFLOW / (beta - 1)
-    lost = sum(h.lost for h in heads)
-    edges = [h.lost_from for h in heads if h.lost_from is not None]
-    kept = [h.tied_to for h in heads if h.tied_to is not None]
+    """Whether the lost rows are those that underflow, in one sentence."""
+    low, high = -CARRIER_UNDERFLOW, CARRIER_UNDERFLOW / (beta - 1)
+    lost = [x for h in heads for x in h.lost]
+    kept = [x for h in heads for x in h.kept]
     if not lost:
-        return f"{label}: no row of the captured sequences was lost at step {step:,}."
-    above = min(edges) > bound and all(k <= bound for k in kept)
-    told = (
-        "every lost row lies above it and every tied row that was kept below"
-        if above
-        else "which does not separate lost rows from kept ones: more than this underflow happened"
-    )
+        return f"{label}: no row was lost in the forward pass of step {step:,}."
+    above, below = sum(x > high for x in lost), sum(x < low for x in lost)
+    outside = sum(not low < x < high for x in kept)
+    if above + below == len(lost) and not outside:
+        told = "and every tied row that was kept lies between the bounds: an underflow"
+    else:
+        told = f"and {outside} rows outside were kept: not, or not only, an underflow"
     return (
-        f"{label}: {lost} rows lost at step {step:,}, with maxima from {min(edges):.3g}; the "
-        f"bound of the format is {bound:.4g}, and {told}."
+        f"{label}: of {len(lost)} rows lost at step {step:,}, {above} have maxima above "
+        f"{high:.4g} and {below} below {low:.4g}, {told}."
     )
 
 

@@ -126,8 +126,10 @@ def reaches_one(maxima: Sequence[float], policy: str, fmt: FloatFormat | str = B
 
 @dataclass(frozen=True)
 class Boundary:
-    """Row maxima between which published SFA does what it promises, for one format of P_bar.
+    """Sizes |rm| between which published SFA does what it promises, for one format of P_bar.
 
+    sign: of the row maximum. A tied row has the weight exp(-(beta - 1) rm) where rm > 0 and
+    exp(-|rm|) where rm < 0, whatever beta: `rate` is the factor of |rm|.
     one: below it P_bar still rounds to 1. zero: from it on every P_bar rounds to 0 while the row
     sum, taken before the rounding, does not: O = 0. nan: from it on the row sum is 0: O = 0/0.
     Each measured by bisection. law_one, law_zero, law_nan: what the format says.
@@ -135,45 +137,50 @@ class Boundary:
 
     format: FloatFormat
     beta: float
+    sign: int
     one: float
     zero: float
     nan: float
 
     @property
+    def rate(self) -> float:
+        return self.beta - 1 if self.sign > 0 else 1.0
+
+    @property
     def law_one(self) -> float:
         """P_bar > 1 - 2^-(b+2), half a step of the binade below 1, rounds to 1."""
-        return -math.log1p(-(2.0 ** -(self.format.fraction_bits + 2))) / (self.beta - 1)
+        return -math.log1p(-(2.0 ** -(self.format.fraction_bits + 2))) / self.rate
 
     @property
     def law_zero(self) -> float:
         """P_bar at most half of the smallest subnormal rounds to 0, ties to even."""
         c = math.log(2) - math.log(self.format.min_subnormal)
-        return min(c, CARRIER_UNDERFLOW) / (self.beta - 1)
+        return min(c, CARRIER_UNDERFLOW) / self.rate
 
     @property
     def law_nan(self) -> float:
-        return CARRIER_UNDERFLOW / (self.beta - 1)
+        return CARRIER_UNDERFLOW / self.rate
 
 
-def boundary(fmt: FloatFormat | str = BF16, beta: float = 7.0) -> Boundary:
-    """Measure the three row maxima at which a tied row changes its nature."""
+def boundary(fmt: FloatFormat | str = BF16, beta: float = 7.0, sign: int = 1) -> Boundary:
+    """Measure the three sizes of a row maximum at which a tied row changes its nature."""
     fmt = parse_format(fmt)
     text = f"exact,probabilities={fmt},softmax=stabilized,beta={beta}"
 
-    def result(rm: float) -> ForwardResult:
-        return attend(*_tied_pair([rm]), text)
+    def result(size: float) -> ForwardResult:
+        return attend(*_tied_pair([sign * size]), text)
 
-    def one(rm):
-        return int(result(rm).ones.item()) < 2
+    def one(size):
+        return int(result(size).ones.item()) < 2
 
-    def zero(rm):
-        return not float(result(rm).out.item()) > 0  # NaN counts
+    def zero(size):
+        return not float(result(size).out.item()) > 0  # NaN counts
 
-    def nan(rm):
-        return math.isnan(float(result(rm).out.item()))
+    def nan(size):
+        return math.isnan(float(result(size).out.item()))
 
-    top = 1.5 * CARRIER_UNDERFLOW / (beta - 1)
-    return Boundary(fmt, beta, *(_first(test, top) for test in (one, zero, nan)))
+    top = 1.5 * CARRIER_UNDERFLOW / (beta - 1 if sign > 0 else 1)
+    return Boundary(fmt, beta, sign, *(_first(test, top) for test in (one, zero, nan)))
 
 
 def boundary_table(found: Sequence[Boundary]) -> Markdown:
@@ -181,8 +188,9 @@ def boundary_table(found: Sequence[Boundary]) -> Markdown:
     lines = []
     for b in found:
         pairs = ((b.one, b.law_one), (b.zero, b.law_zero), (b.nan, b.law_nan))
-        lines.append([b.format, f"{b.beta:g}", *(f"{x:.4g} ({law:.4g})" for x, law in pairs)])
-    header = ["P̄ in", "β", "rounds to 1 below", "all zero from", "0/0 from"]
+        told = f"positive, β = {b.beta:g}" if b.sign > 0 else "negative, any β"
+        lines.append([b.format, told, *(f"{x:.4g} ({law:.4g})" for x, law in pairs)])
+    header = ["P̄ in", "maximum", "rounds to 1 below", "all zero from", "0/0 from"]
     return markdown_table([*header[:2], *(f"{h} (computed)" for h in header[2:])], lines)
 
 

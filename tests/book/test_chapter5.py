@@ -59,9 +59,10 @@ def test_every_policy_but_the_clamped_is_the_same_function_in_float64():
     assert max(line[3] for line in lines) > 1e-9
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("fmt", ["bf16", "bf16.2", "fp16", "e4m3"])
-def test_measured_boundaries_are_those_of_the_format(fmt):
-    b = boundary(fmt, 7.0)
+def test_measured_boundaries_are_those_of_the_format(fmt, sign):
+    b = boundary(fmt, 7.0, sign)
     assert b.one == pytest.approx(b.law_one, rel=1e-3)
     assert b.zero == pytest.approx(b.law_zero, rel=1e-4)
     assert b.nan == pytest.approx(b.law_nan, rel=1e-4)
@@ -147,10 +148,12 @@ def captures(tmp_path_factory):
 
 def test_lost_rows_are_told_from_those_that_were_kept(captures):
     step, (head,) = broken_heads(captures)
-    assert step == 6 and head.lost == 1 and head.spoilt == 0
-    assert head.lost_from == head.lost_to == 48.0  # 16 * 16 / sqrt(32) on a grid of 2 bits
+    assert step == 6 and head.spoilt == 0
+    assert head.lost == (48.0,)  # 16 * 16 / sqrt(32) on a grid of 2 bits
     told = broken_sentence("SFA", 7.0, step, [head])
-    assert "1 rows lost" in told and "14.54" in told and "kept below" in told
+    assert "of 1 rows lost" in told and "1 have maxima above 14.54" in told
+    assert "an underflow" in told and "not only" not in told
+    assert "not only" in broken_sentence("SFA", 1.5, step, [head])
 
 
 def test_parts_of_deltas_error_add_up_and_rounded_sums_remove_one(captures):
