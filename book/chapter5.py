@@ -182,6 +182,7 @@ TELLING = (
     "guarded_output_fp32",
     "guarded_delta_fp32",
     "guarded_rounded",
+    "fixed_0.28768",
     "sfa2_delta_fp32",
     "stochastic_both",
     "clamped",

@@ -103,7 +103,7 @@ def fates_figure(rows: Sequence[Mapping], steps: int | None = None) -> Figure:
         shown.add(kind)
     axis.set_yticks(range(len(labels)), labels)
     axis.set(xlabel="step at which the run ended", ylim=(len(labels) - 0.5, -0.5), xscale="log")
-    axis.set_xlim(50, 1.3 * (steps or max(row["steps"] for row in rows)))
+    axis.set_xlim(15, 1.3 * (steps or max(row["steps"] for row in rows)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
     axis.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
     figure.legend(loc="outside upper left", ncols=3)
