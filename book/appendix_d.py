@@ -15,12 +15,12 @@ import datetime
 import hashlib
 import importlib.util
 import inspect
-import io
 import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -80,12 +80,31 @@ def load_model(name: str | Path, *, local_only: bool = True):
     if path.suffix == ".gguf":
         name, options["gguf_file"] = path.parent, path.name
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars, which no page wants
+        with _no_bars():
             tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
             model = AutoModelForCausalLM.from_pretrained(str(name), dtype=torch.float32, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"cannot load {name}: {str(error).splitlines()[0]}") from None
     return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _no_bars():
+    """Without transformers' progress bars, which in a notebook are widgets that need a kernel."""
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    def plain(items=None, *_, **__):
+        return items
+
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with mock.patch.object(gguf, "tqdm", plain, create=True):
+            yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def measure(

@@ -337,7 +337,7 @@ def what_you_saw(
             f"Once it fails, at step {failing.step:,}, that head's gain is "
             f"{failing.coherence.gain:.2f}, and p = {failing.sign_p_value:.2f} for random signs."
         )
-    told += [f"{row['label'].capitalize()}: {step_text(row)}." for row in rows]
+    told += [f"{row['label'][0].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
     if kept is not None:
         told += [f"Archive: {sentence}" for sentence in answers(kept.rows)]
     if drift is not None:

@@ -74,9 +74,9 @@ class Moment:
         a, b, c = self.weight.terms
         apart = (c * a.norm(dim=1) * b.norm(dim=1)).norm()
         generator = torch.Generator().manual_seed(self.step)
-        signs = torch.randint(0, 2, (SIGN_DRAWS, len(c)), generator=generator).double() * 2 - 1
-        weighted = c[:, None] * a
-        return torch.stack([(weighted.T @ (s[:, None] * b)).norm() / apart for s in signs])
+        signs = torch.randint(0, 2, (SIGN_DRAWS, 1, len(c)), generator=generator) * 2.0 - 1
+        terms = signs * (c[:, None] * a / apart).T.float()  # [draws, D, n]
+        return (terms @ b.float()).norm(dim=(1, 2)).double()
 
     @property
     def sign_p_value(self) -> float:
@@ -96,7 +96,7 @@ class Moment:
         return abs(float(u @ self.captured.head.W_Q.double() @ v))
 
 
-def measure(captures: Iterable[Captured], *, draws: int = 20) -> dict[Place, list[Moment]]:
+def measure(captures: Iterable[Captured], *, draws: int = 10) -> dict[Place, list[Moment]]:
     """(layer, head) -> its moments by step, under the run's own numerics.
 
     Heads without a finite output (after a failure) are left out.

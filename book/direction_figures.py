@@ -38,7 +38,9 @@ def four_terms(early: Moment, late: Moment, tokens: Sequence[int]) -> Figure:
     A column is marked where its cosine with the same column of the first term is above SIMILAR;
     each picture's colours are scaled to its own largest entry.
     """
-    figure, axes = subplots(2, 2, height=1.95, sharex=True, sharey=True)
+    figure, axes = subplots(2, 2, height=2.0, sharex=True, sharey=True)
+    figure.set_layout_engine("none")  # it fails with marks above the axes
+    figure.subplots_adjust(0.1, 0.12, 0.98, 0.91, wspace=0.08, hspace=0.32)
     first = term(early, tokens[0])
     for line, moment in zip(axes, (early, late)):
         for axis, token in zip(line, tokens):
