@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from kernels.forensics import direction_cosine
 
-from .captions import DASHES, INK, PALETTE, styled, subplots
+from .captions import DASHES, INK, PALETTE, WIDTH, styled, subplots
 from .direction import Moment, angles, feature_signs, pairwise, random_pairs
 from .isolation_figures import head_values
 
@@ -38,9 +38,9 @@ def four_terms(early: Moment, late: Moment, tokens: Sequence[int]) -> Figure:
     A column is marked where its cosine with the same column of the first term is above SIMILAR;
     each picture's colours are scaled to its own largest entry.
     """
-    figure, axes = subplots(2, 2, height=2.0, sharex=True, sharey=True)
-    figure.set_layout_engine("none")  # it fails with marks above the axes
-    figure.subplots_adjust(0.1, 0.12, 0.98, 0.91, wspace=0.08, hspace=0.32)
+    figure = Figure(figsize=(WIDTH, 4.0))  # constrained layout fails with marks above the axes
+    space = dict(left=0.11, bottom=0.12, right=0.98, top=0.91, wspace=0.08, hspace=0.32)
+    axes = figure.subplots(2, 2, sharex=True, sharey=True, gridspec_kw=space)
     first = term(early, tokens[0])
     for line, moment in zip(axes, (early, late)):
         for axis, token in zip(line, tokens):
