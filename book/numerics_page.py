@@ -185,7 +185,8 @@ def offline(numerics: str = "paper", capabilities: Sequence[int] = (90, 80)) -> 
                     "Triton is not installed here (it exists for Linux), so nothing was compiled."
                 )
             matrix = ", ".join(
-                f"{built.ptx.count(name)} `{name}`" for name in built.matrix_instructions
+                f"{built.ptx.count(name)} `{name.removesuffix('.mma_async')}`"
+                for name in built.matrix_instructions
             )
             rounds = built.ptx.count("cvt.rn.bf16")
             lines.append(

@@ -117,9 +117,13 @@ def other_rows(archive: Archive) -> list[list[str]]:
     for row in archive.rows:
         if "max_ulp" not in row:
             numbers = {k: v for k, v in row.items() if k not in ("site", "case", "result")}
-            told = ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in numbers.items())
+            told = ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in numbers.items())
             lines.append([row["site"], row["case"], row["result"], told])
     return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def compared_numerics(archive: Archive) -> list[Numerics]:

@@ -129,6 +129,6 @@ def transformers_demonstration(numerics: str) -> str:
         logits[name] = model(tokens).logits.detach()
     moved = {n: distances([x], [logits["sdpa"]])[0] for n, x in logits.items() if n != "sdpa"}
     return (
-        "A Llama of 2 layers: logits under 'exact' differ from PyTorch's by "
-        f"{moved['ours-exact']:.1e} of their size, under {numerics!r} by {moved['ours']:.1e}."
+        "A Llama of 2 layers: logits under `exact` differ from PyTorch's by "
+        f"{moved['ours-exact']:.1e} of their size, under `{numerics}` by {moved['ours']:.1e}."
     )
