@@ -34,7 +34,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(BIN)/python -m pytest -m "$(QUICK)"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "$(QUICK)"
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu"
