@@ -46,11 +46,11 @@ def dial_points(rows: Sequence[Mapping]) -> list[dict]:
 def what_you_saw(
     rows: Sequence[Mapping],
     dial_rows: Sequence[Mapping],
-    kept: Archive | None,
+    kept: Sequence[Archive | None],
     kept_dials: Archive | None,
 ) -> Markdown:
     """The chapter's findings as a list, every number from a record."""
-    told = [f"{row['label'].capitalize()}: {step_text(row)}{_loss(row)}." for row in rows]
+    told = [f"{_sentence(row['label'])}: {step_text(row)}{_loss(row)}." for row in rows]
     low = next((row for row in rows if row["arm"] == "low"), None)
     controls = [row for row in rows if row["arm"] != "low"]
     if low is not None and low["kind"] in FAILED:
@@ -71,11 +71,14 @@ def what_you_saw(
             f"most {number(onset['twin_maximum'], 2)} in the fp32 run)."
         )
     told += _dial_findings(dial_rows, "live")
-    if kept is not None:
-        told.append(_archive_finding(kept))
+    told += [_archive_finding(archive) for archive in kept if archive is not None]
     if kept_dials is not None:
         told += _dial_findings(kept_dials.rows, "archive")
     return Markdown("\n".join(f"- {sentence}" for sentence in told))
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _loss(row: Mapping) -> str:
@@ -101,7 +104,7 @@ def _dial_findings(rows: Sequence[Mapping], source: str) -> list[str]:
             alive = "" if failed else f" within {longest:,} steps"
             word = "bit" if bits == 1 else "bits"
             parts.append(f"{bits} {word}: {len(failed)} of {len(mine)} failed{steps}{alive}")
-        told.append(f"{dial.capitalize()} ({source}): " + "; ".join(parts) + ".")
+        told.append(f"{_sentence(dial)} ({source}): " + "; ".join(parts) + ".")
     return told
 
 
@@ -111,4 +114,4 @@ def _archive_finding(kept: Archive) -> str:
         mine = kept.arm(name)
         failed = sum(row["kind"] in FAILED for row in mine)
         parts.append(f"{mine[0]['label']} failed in {failed} of {len(mine)}")
-    return f"Over the archived seeds: {', '.join(parts)} runs."
+    return f"Archive `{kept.path.parent.name}`: {', '.join(parts)} runs."

@@ -13,7 +13,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from gpt2.outcomes import series, worst_head
+from gpt2.outcomes import series, smooth, worst_head
 
 from .captions import DASHES, INK, PALETTE, archived, caption, live, styled, subplots
 
@@ -33,7 +33,8 @@ __all__ = [
 
 # Label of each metric that the trainer and its probes write, and whether its axis is logarithmic.
 METRICS = {
-    "train_loss": ("training loss (nats)", False),
+    "train_loss": ("training loss, smoothed (nats)", False),
+    "smoothed_train_loss": ("training loss, smoothed (nats)", False),
     "held_out_loss": ("held-out loss (nats)", False),
     "grad_norm": ("gradient norm", True),
     "spectral_norm_q": ("spectral norm of W_Q", True),
@@ -59,8 +60,13 @@ def metrics_of(run) -> Mapping:
 
 
 def curve(run, name: str, head: tuple[int, int] | None = None):
-    """Steps and values [n] of a metric: of one (layer, head), or of the worst head each time."""
+    """Steps and values [n] of a metric: of one (layer, head), or of the worst head each time.
+
+    The training loss is smoothed as the divergence rule smooths it.
+    """
     steps, values = series(metrics_of(run), name)
+    if name == "train_loss":
+        values = smooth(steps, values)
     if values.ndim == 3:
         values = worst_head(values)[0] if head is None else values[:, head[0], head[1]]
     return steps, values

@@ -21,11 +21,15 @@ from .captions import STYLE
 from .evidence import latest
 from .figures import panels
 
+SMOOTHED = {"train_loss": "smoothed_train_loss"}
 PICTURE = ROOT / "book" / "pictures" / "failure.svg"
 
 
 def record_metrics(row: Mapping) -> dict[str, np.ndarray]:
-    """A record's curves as `Run.metrics()` has them: 'step' [n], values [n], NaN elsewhere."""
+    """A record's curves as `Run.metrics()` has them: 'step' [n], values [n], NaN elsewhere.
+
+    The training loss of a record is smoothed already and goes by the name "smoothed_train_loss".
+    """
     curves = row["curves"]
     steps = np.unique(np.concatenate([curve["step"] for curve in curves.values()]))
     out = {"step": steps}
@@ -33,7 +37,7 @@ def record_metrics(row: Mapping) -> dict[str, np.ndarray]:
         values = np.full(len(steps), np.nan)
         given = np.array([np.nan if v is None else v for v in curve["value"]], dtype=float)
         values[np.searchsorted(steps, curve["step"])] = given
-        out[name] = values
+        out[SMOOTHED.get(name, name)] = values
     return out
 
 
@@ -41,7 +45,8 @@ def record_panels(rows: Sequence[Mapping], metrics: Sequence[str], **options) ->
     """Aligned panels of records of one seed; see `book.figures.panels` for the options."""
     outcomes = {row["label"]: Outcome.from_dict(row["outcome"]) for row in rows}
     runs = {row["label"]: record_metrics(row) for row in rows}
-    return panels(runs, metrics, outcomes=outcomes, **options)
+    names = [SMOOTHED.get(name, name) for name in metrics]
+    return panels(runs, names, outcomes=outcomes, **options)
 
 
 def main() -> int:

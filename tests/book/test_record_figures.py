@@ -20,7 +20,7 @@ def _record(label, steps, losses):
 def test_curves_of_different_steps_become_columns():
     metrics = record_metrics(_record("a", [0, 10, 20], [3.0, 2.0, 1.5]))
     assert metrics["step"].tolist() == [0, 10, 20]
-    assert metrics["train_loss"].tolist() == [3.0, 2.0, 1.5]
+    assert metrics["smoothed_train_loss"].tolist() == [3.0, 2.0, 1.5]
     assert metrics["spectral_norm_q"][0] == 1.0
     assert np.isnan(metrics["spectral_norm_q"][1:]).all()
 

@@ -1,0 +1,65 @@
+"""The words of chapter 1 follow from the records, whichever way they fall."""
+
+from pathlib import Path
+
+from book.chapter1 import dial_points, outcome_sentences, what_you_saw
+from book.evidence import Archive
+from gpt2.outcomes import Outcome
+
+
+def _row(arm, label, kind, step, seed=0):
+    failed = kind in ("diverged", "nonfinite")
+    return {
+        "arm": arm,
+        "label": label,
+        "seed": seed,
+        "kind": kind,
+        "diverged_step": step if kind == "diverged" else None,
+        "nonfinite_step": step if kind == "nonfinite" else None,
+        "onset_step": None,
+        "onset": None,
+        "steps": step,
+        "held_out_loss": 3.0 if failed else 1.6,
+        "outcome": Outcome(kind, last_step=step).to_dict(),
+    }
+
+
+LOW = _row("low", "low precision", "diverged", 1_500)
+TWIN = _row("delta_fp32", "delta from an fp32 O", "healthy", 3_000)
+FP32 = _row("fp32", "attention in fp32", "healthy", 3_000)
+DIALS = [
+    _row("output2", "output dial, 2 bits", "diverged", 2_000),
+    _row("output3", "output dial, 3 bits", "stable", 3_299),
+]
+
+
+def test_points_tell_a_failure_from_a_run_that_lasted():
+    points = dial_points(DIALS)
+    assert [(p["bits"], p["step"], p["failed"]) for p in points] == [
+        (2, 2_000, True),
+        (3, 3_299, False),
+    ]
+    assert {p["arm"] for p in points} == {"output dial"}
+
+
+def test_findings_say_when_controls_hold_and_when_they_do_not():
+    good = what_you_saw([LOW, TWIN, FP32], DIALS, [None], None).data
+    assert "Low precision: diverged at 1,500" in good and "2 of 2 controls outlived it" in good
+    assert "Delta from an fp32 O: healthy" in good
+    failed = [_row(r["arm"], r["label"], "diverged", 900) for r in (TWIN, FP32)]
+    bad = what_you_saw([LOW, *failed], DIALS, [None], None).data
+    assert "Both controls failed as well" in bad
+    alive = what_you_saw([_row("low", "low precision", "stable", 3_000), TWIN], [], [], None).data
+    assert "did not fail here" in alive
+
+
+def test_archives_are_counted_by_arm():
+    rows = [LOW, _row("low", "low precision", "stable", 4_499, seed=1), TWIN]
+    kept = Archive(Path("results/failure/x.json"), {"preset": "cpu", "date": "2026-01-01"}, rows)
+    told = what_you_saw([LOW, TWIN, FP32], [], [kept], None).data
+    assert "Archive `failure`: low precision failed in 1 of 2" in told
+
+
+def test_sentences_name_seeds_only_when_there_are_several():
+    assert "seed" not in outcome_sentences([LOW, TWIN])
+    assert "(seed 1)" in outcome_sentences([LOW, TWIN | {"seed": 1}])
