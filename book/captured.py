@@ -23,7 +23,7 @@ from kernels.forensics import Head, load_head
 from kernels.numerics import Numerics
 
 from . import DATA, RUNS
-from .experiments import FAILURE
+from .experiments import failure
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ ELSEWHERE = Plan("worstx4", 5_000, 600_000)
 def captured_config(preset: str, seed: int = 0, plan: Plan | None = None) -> RunConfig:
     """The failing arm of chapter 1 with its probes and a capture (its own, if it has one)."""
     plan = plan or PLANS.get(preset, ELSEWHERE)
-    config = FAILURE.arm("low").config(FAILURE, seed, preset)
+    experiment = failure(preset)
+    config = experiment.arm("low").config(experiment, seed)
     if any(name.startswith("capture") for name in config.probes):
         return config
     return config.at(probes=(*config.probes, f"capture@{plan.every}:{plan.place}"))

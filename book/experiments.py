@@ -104,6 +104,14 @@ FAILURE_OUTPUT = _failure(
 )
 
 
+def failure(preset: str = "cpu") -> Experiment:
+    """The failing arm and its twins: a smaller bf16 on the cpu preset, bf16 itself elsewhere."""
+    if preset == "cpu":
+        return FAILURE
+    question = "Does bf16 fail where its twin with delta from an fp32 O does not?"
+    return replace(_failure(f"failure-{preset}", "paper", question), preset=preset, base=())
+
+
 def _dial(name: str, numerics: str, bits: tuple[int, ...]) -> tuple[Arm, ...]:
     return tuple(Arm(f"{name}{b}", numerics.format(b), f"{name} dial, {b} bits") for b in bits)
 
@@ -117,6 +125,22 @@ DIALS = Experiment(
     arms=_dial("output", "exact,output_bits={}", (1, 2, 3, 4))
     + _dial("matched", "paper,matched_bits={}", (1, 2, 3, 4)),
 )
+
+
+def dials(preset: str = "cpu") -> Experiment:
+    """Both dials at the bits that a preset can resolve: 1 to 4 on cpu, 3 to 7 (bf16) elsewhere."""
+    if preset == "cpu":
+        return DIALS
+    bits = (3, 4, 5, 6, 7)
+    arms = _dial("output", "paper,output_bits={}", bits)
+    arms += _dial("matched", "paper,matched_bits={}", bits)
+    return replace(DIALS, name=f"dials-{preset}", preset=preset, base=(), arms=arms)
+
+
+# What chapter 1 runs while it is read: the step at which cpu runs pause (half as many again as its
+# seed 0 takes to fail), and fraction bits of the dials.
+LIVE_STEPS = {"cpu": 3_300}
+LIVE_DIAL_BITS = {"cpu": (2, 3)}
 
 
 # -- chapter 2: isolation -------------------------------------------------------------------------

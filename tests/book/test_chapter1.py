@@ -63,3 +63,14 @@ def test_archives_are_counted_by_arm():
 def test_sentences_name_seeds_only_when_there_are_several():
     assert "seed" not in outcome_sentences([LOW, TWIN])
     assert "(seed 1)" in outcome_sentences([LOW, TWIN | {"seed": 1}])
+
+
+def test_a_gpu_preset_asks_about_bf16_itself():
+    from book.experiments import FAILURE, dials, failure
+
+    assert failure("cpu") is FAILURE
+    mini = failure("mini")
+    assert mini.preset == "mini" and mini.arm("low").attention == "paper"
+    config = mini.arm("low").config(mini, 2)
+    assert config.n_layer == 6 and config.init_seed == 2 and config.max_steps == 18_000
+    assert [a.attention for a in dials("mini").arms][4] == "paper,output_bits=7"
