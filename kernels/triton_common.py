@@ -34,7 +34,6 @@ if _sentence := untested(triton.__version__):
     warnings.warn(_sentence, stacklevel=2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 # Numbers that tell the random streams of the sites apart (third word of the Philox counter).
 STREAMS = {
