@@ -38,6 +38,7 @@ KEEPS = {
     "injected": "mean and rms of one step; nothing else",
     "injected_10": "ten times those",
     "own_direction": "all in dQ; nothing in dK",
+    "dK_alone": "all in dK; nothing in dQ",
     "random_direction": "size, sign and row in dQ; not the direction",
     "leading_direction": "size, sign and row in dQ; one shared direction",
     "fixed_direction": "size, sign and row in dQ; one direction for all",
@@ -239,6 +240,7 @@ def answers(rows: Sequence[Mapping]) -> list[str]:
         ("injected", "Independent errors of the same mean and rms"),
         ("injected_10", "Ten times as large"),
         ("own_direction", "The error in $dQ$ alone"),
+        ("dK_alone", "The error in $dK$ alone"),
         ("random_direction", "In random directions"),
         ("leading_direction", "All along the shared direction"),
         ("fixed_direction", "All along one random direction"),
@@ -287,9 +289,22 @@ def _verdicts(arms: Mapping[str, Sequence[Mapping]]) -> list[str]:
     elif own is not None:
         told.append(
             "The error in $dQ$ alone did not fail, so the arms that turn its direction in $dQ$ "
-            "cannot say what direction does: what it does to $dK$ is needed as well."
+            "cannot say what direction does."
         )
+    keys = share("dK_alone")
+    if own is not None and keys is not None:
+        told.append(_gradient_words(own, keys))
     return told
+
+
+def _gradient_words(own: float, keys: float) -> str:
+    """What the arms that send the error into one gradient alone say together."""
+    if own and keys:
+        return "Either of $dQ$ and $dK$ is enough to carry the error to the failure."
+    if own or keys:
+        enough, not_enough = ("$dQ$", "$dK$") if own else ("$dK$", "$dQ$")
+        return f"The error fails by way of {enough}: in {not_enough} alone it does not."
+    return "The error fails in neither of $dQ$ and $dK$ alone: it takes both."
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def injected_gains(
     """Kind of `DeltaError` -> coherent gain of what it adds to dW_Q, the sites of dQ in fp32.
 
     The terms are s[T] (x) X[T], s the row's change of dQ against delta_hp. Kinds that need given
-    moments are left out.
+    moments are left out, and `dK_alone`, which adds nothing.
     """
     setting = Setting.of(head, numerics, True, None, 0)
     n = setting.numerics.at(delta_error=None, grad_scores=FP32, gradients=FP32)
@@ -273,7 +273,7 @@ def injected_gains(
     clean = dQ(n.at(delta_output=FP32), result.out_fp32)
     gains = {}
     for kind in kinds:
-        if kind == "injected":
+        if kind in ("injected", "dK_alone"):
             continue
         changed = n.at(delta_output=None, delta_error=DeltaError(kind))
         terms = dQ(changed, result.out_fp32) - clean

@@ -333,7 +333,8 @@ def _error_interventions(low: str, preset: str) -> Iterable[tuple[str, str, str,
         told = "" if factor == 1 else f", {factor} times as large"
         label = f"independent errors of the measured mean and rms{told}"
         yield "row", name, _injected(low, INJECTED[preset], factor), label
-    yield "direction", "own_direction", error("own_direction"), "the error in dQ alone"
+    yield "gradient", "own_direction", error("own_direction"), "the error in dQ alone"
+    yield "gradient", "dK_alone", error("dK_alone"), "the error in dK alone"
     yield "direction", "random_direction", error("random_direction"), "in dQ, a random way per row"
     label = "in dQ, all along the shared direction of P K"
     yield "direction", "leading_direction", error("leading_direction"), label

@@ -305,12 +305,15 @@ def backward(
         out, delta_output = (
             x if x is None else x.reshape(dO.shape).to(dO.dtype) for x in (out, delta_output)
         )
-        delta, error = _delta(r, dO, out, delta_output, head)
+        delta, delta_k, error = _delta(r, dO, out, delta_output, head)
         dV = _product(r, r(P, "backward_probabilities").mT, dO, 1.0, group)
         stray = _stray(r, error, P, k, scale, head)
-        dS = r(_grad_scores(r, dO, v, P, delta), "grad_scores")
+        P_k = None if delta_k is None else P.clone()
+        dS_k = dS = r(_grad_scores(r, dO, v, P, delta), "grad_scores")
+        if delta_k is not None:
+            dS_k = r(_grad_scores(r, dO, v, P_k, delta_k), "grad_scores")
         dQ = _product(r, dS, k, scale, error=stray)
-        dK = _product(r, dS.mT, q, scale, group)
+        dK = _product(r, dS_k.mT, q, scale, group)
         return tuple(x.unflatten(0, (head[0], -1)) for x in (dQ, dK, dV))
 
 
@@ -325,20 +328,28 @@ def _recomputed_probabilities(r: Rounder, S: Tensor, lse: Tensor, masked: bool) 
 
 
 def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None, head):
-    """delta [N, Tq, 1] (None for dP*P, which needs P first) and the error left for dQ, if any."""
+    """delta [N, Tq, 1], None for dP*P, which needs P first; and what an intervention adds to it.
+
+    That is the delta that dK sees, where it is not the one of dQ, and the error left for dQ alone
+    ([B, H, Tq, 1], see `_stray`); None for neither.
+    """
     n = r.numerics
     if n.delta == "dP_P":
-        return None, None
+        return None, None, None
     if n.delta_error is None:
         O = out if delta_output is None else delta_output
-        return (dO * O).sum(-1, keepdim=True), None
+        return (dO * O).sum(-1, keepdim=True), None, None
     low = out if n.delta_output is None else r(delta_output, "delta_output")
     lp, hp = ((dO * O).sum(-1).double().unflatten(0, head) for O in (low, delta_output))
-    e = lp - hp
+
+    def column(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(-1).to(dO.dtype)
+
     if n.delta_error.kind in DIRECTIONS:
-        return hp.flatten(0, 1).unsqueeze(-1).to(dO.dtype), e.unsqueeze(-1).to(dO.dtype)
-    delta = disturbed_delta(n.delta_error, hp, e, r.generator)
-    return delta.flatten(0, 1).unsqueeze(-1).to(dO.dtype), None
+        return column(hp), None, (lp - hp).unsqueeze(-1).to(dO.dtype)
+    if n.delta_error.kind == "dK_alone":
+        return column(hp), column(lp), None
+    return column(disturbed_delta(n.delta_error, hp, lp - hp, r.generator)), None, None
 
 
 def _grad_scores(r: Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | None) -> Tensor:

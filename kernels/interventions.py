@@ -3,7 +3,8 @@
 e = delta_lp - delta_hp is one number per row. `DeltaError` says what each kind does; here is the
 arithmetic that all backends share. A kind changes one property of the error and keeps the others:
 its sign (`mirror`, `random_sign`, `all_positive`), its mean (`centred`), which row it belongs to
-(`shuffled`), or the direction in which it moves dQ (`own_direction` and the rest).
+(`shuffled`), which gradient it reaches (`dK_alone`, `own_direction`), or the direction in which it
+moves dQ (the rest). `dK_alone` is no change of e: the backends give dQ and dK a delta each.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, generator: Draw) ->
     if kind == "injected":
         draw = torch.randn(e.shape, generator=generator(kind), device=e.device)
         return hp + spec.mean + spec.rms * draw
-    raise ValueError(f"delta_error={kind} moves dQ along a direction; it is no change of delta")
+    raise ValueError(f"delta_error={kind} is no change of delta: it says which gradient it moves")
 
 
 def stray_gradient(spec: DeltaError, e: Tensor, PK: Tensor, scale: float, generator) -> Tensor:

@@ -58,6 +58,7 @@ DeltaErrorKind = Literal[
     "centred",
     "shuffled",
     "injected",
+    "dK_alone",
     "own_direction",
     "random_direction",
     "leading_direction",
@@ -79,6 +80,7 @@ class DeltaError:
     shuffled          delta = delta_hp + e of another row of the head: the same mean and sizes,
                       which no longer belong to their rows; seeded
     injected          delta = delta_hp + mean + rms*normal: given moments on an exact run
+    dK_alone          dQ from the dS of delta_hp, dK from that of delta_lp: both bit for bit
     own_direction     dS from delta_hp, and dQ[T] -= scale * e[T] * (PK)[T]: the error as it is,
                       in dQ alone; the control of the next three, which leave dK alone too
     random_direction  dS from delta_hp, and dQ[T] -= scale * e[T] * |(PK)[T]| * u[T] with u[T] a

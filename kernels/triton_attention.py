@@ -456,15 +456,15 @@ def backward(
     dv = torch.empty(B, Hkv, Tk, DV, dtype=storage, device=device)
     with _on(device):
         if n.delta == "dP_P":
-            delta = torch.empty_like(lse)
+            delta = delta_k = torch.empty_like(lse)
             own, arguments = plan("delta_product")
             kernels.delta_product_kernel[_programs(Tq, own.block_m, B * H)](
                 q, k, v, dO, lse, delta, seed, *strides, *scalars, CAUSAL=causal, **arguments
             )
         else:
-            delta = _delta(n, dO, out, delta_output, number, seed)
+            delta, delta_k = _deltas(n, dO, out, delta_output, number, seed)
         kernels.grad_keys_kernel[_programs(Tk, per_key.block_n, B * Hkv)](
-            q, k, v, dO, lse, delta, dk, dv, seed, *strides, *scalars,
+            q, k, v, dO, lse, delta_k, dk, dv, seed, *strides, *scalars,
             CAUSAL=causal, EVEN=Tq % per_key.block_m == 0, **for_keys,
         )  # fmt: skip
         kernels.grad_queries_kernel[_programs(Tq, per_row.block_m, B * H)](
@@ -486,11 +486,16 @@ def _row_dot(dO: Tensor, O: Tensor) -> Tensor:
     return delta
 
 
-def _delta(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, seed) -> Tensor:
-    """delta of dO*O with the intervention that `delta_error` asks for, fp32 [B, H, Tq]."""
+def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, seed):
+    """The deltas of dO*O that dQ and dK see, fp32 [B, H, Tq], as `delta_error` asks."""
     if n.delta_error is None:
-        return _row_dot(dO, out if high is None else high)
+        delta = _row_dot(dO, out if high is None else high)
+        return delta, delta
     low = out if n.delta_output is None else _prepare(high, n.delta_output, "delta_output", seed)
-    lp, hp = _row_dot(dO, low).double(), _row_dot(dO, high).double()
+    lp, hp = _row_dot(dO, low), _row_dot(dO, high)
+    if n.delta_error.kind == "dK_alone":
+        return hp, lp
     generator = torch.Generator(dO.device).manual_seed(int(number))
-    return disturbed_delta(n.delta_error, hp, lp - hp, lambda _: generator).float()
+    e = lp.double() - hp.double()
+    delta = disturbed_delta(n.delta_error, hp.double(), e, lambda _: generator).float()
+    return delta, delta

@@ -50,9 +50,10 @@ def test_injected_errors_have_the_given_moments(e):
     assert float(made.std()) == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_direction_is_no_change_of_delta(e):
-    with pytest.raises(ValueError, match="moves dQ along a direction"):
-        errors("random_direction", e)
+def test_which_gradient_errs_is_no_change_of_delta(e):
+    for kind in ("random_direction", "dK_alone"):
+        with pytest.raises(ValueError, match="says which gradient"):
+            errors(kind, e)
 
 
 def test_the_leading_direction_is_the_one_that_rows_share():
@@ -94,8 +95,31 @@ def test_the_backward_pass_knows_every_kind(kind):
     elif kind == "own_direction":
         torch.testing.assert_close(found[0], low[0], rtol=1e-4, atol=1e-5)
         assert torch.equal(found[1], clean[1]) and not torch.equal(found[1], low[1])
+    elif kind == "dK_alone":
+        assert torch.equal(found[0], clean[0]) and torch.equal(found[1], low[1])
+        assert not torch.equal(found[0], low[0]) and not torch.equal(found[1], clean[1])
     elif kind == "injected":  # moments of 0
         torch.testing.assert_close(found, clean)
     else:
         assert not torch.equal(found[0], low[0]) and not torch.equal(found[0], clean[0])
     assert torch.equal(found[2], low[2])  # dV reads no delta
+
+
+def test_an_error_in_dK_alone_is_that_of_the_formula_in_float64():
+    """dK moves by -alpha (e P)^T Q against delta_hp, e[T] = rowsum(dO (O_lp - O_hp)); dQ stays."""
+    q, k, v, dout = (torch.randn(1, 2, 20, 8, dtype=torch.float64) for _ in range(4))
+    options = dict(causal=True, scale=0.5, seed=0)
+
+    def gradients(text):
+        n = parse_numerics(f"exact,compute=fp64,output=bf16{text}")
+        result = emulated.forward(q, k, v, numerics=n, probe=True, **options)
+        saved = result.out, result.lse, result.delta_output
+        return result, emulated.backward(dout, q, k, v, *saved, numerics=n, **options)
+
+    result, found = gradients(",delta_error=dK_alone")
+    _, clean = gradients(",delta_output=fp64")
+    S = (0.5 * q @ k.mT).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -math.inf)
+    P = S.softmax(-1)
+    e = (dout * (result.out - P @ v)).sum(-1, keepdim=True)
+    torch.testing.assert_close(found[0], clean[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[1] - clean[1], -0.5 * (e * P).mT @ q, rtol=1e-9, atol=1e-12)

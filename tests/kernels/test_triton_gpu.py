@@ -30,6 +30,7 @@ PRESETS = (
     "paper,delta_output=fp32",
     "paper,delta=dP_P,grad_probabilities=bf16",
     "paper,delta_error=mirror",
+    "paper,delta_error=dK_alone",
     "paper,row_sum_source=rounded",
     "paper,matched_bits=4",
     "paper,output_bits=2",
