@@ -5,6 +5,7 @@ Every child has a log file and a time limit; none outlives the program that star
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -21,13 +22,14 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """A running command whose output goes to `log`."""
+    """A running command whose output goes to `log`; gpu: the only one that it sees."""
 
-    def __init__(self, command: list[str], log: Path):
+    def __init__(self, command: list[str], log: Path, gpu: int | None = None):
         self.log, self.began = log, time.monotonic()
+        env = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
             )
 
     def text(self) -> str:
@@ -92,19 +94,26 @@ class Machine:
     def remaining(self) -> float:
         return self.deadline - time.monotonic()
 
-    def start(self, name: str, module: str, arguments: list[str], processes: int) -> Child:
-        """`python -m module`, or the same under torchrun for several processes."""
+    def start(
+        self, name: str, module: str, arguments: list[str], processes: int, gpu: int | None = None
+    ) -> Child:
+        """`python -m module`, or the same under torchrun for several processes.
+
+        gpu: index of the only GPU that it may see.
+        """
         command = [sys.executable, "-m"]
         if processes > 1:
             command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
             command += ["-m"]
-        child = Child([*command, module, *arguments], self.work / f"{name}.log")
+        child = Child([*command, module, *arguments], self.work / f"{name}.log", gpu)
         self.children.append(child)
         return child
 
-    def run(self, name: str, module: str, arguments: list[str], processes: int) -> Child:
+    def run(
+        self, name: str, module: str, arguments: list[str], processes: int, gpu: int | None = None
+    ) -> Child:
         """Start a child and wait for its end. Raises ChildError for a failure."""
-        child = self.start(name, module, arguments, processes)
+        child = self.start(name, module, arguments, processes, gpu)
         child.finish(self.remaining())
         return child
 

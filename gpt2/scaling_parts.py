@@ -13,6 +13,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -230,16 +231,27 @@ def probe_row(run: Run, step: int) -> dict:
 
 
 def speed(machine: Machine, runs: Runs) -> list[dict]:
-    """Rows of gpt2.bench on one process and on all, and what they say of the missing time."""
-    rows = []
-    for plan in runs.study.bench:
-        for processes in (1, machine.processes):
-            rows += machine_bench(machine, plan, processes)
+    """Rows of gpt2.bench on one process and on all, and what they say of the missing time.
+
+    The benches of one process run side by side, each on a GPU of its own; on a CPU they would
+    share its cores, and follow one another.
+    """
+    plans = runs.study.bench
+    gpus = range(machine.processes) if machine.device == "cuda" else [None]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        places = [gpus[i % len(gpus)] for i in range(len(plans))]
+        alone = list(
+            pool.map(lambda plan, gpu: machine_bench(machine, plan, 1, gpu), plans, places)
+        )
+    together = [machine_bench(machine, plan, machine.processes) for plan in plans]
+    rows = [row for pair in zip(alone, together) for part in pair for row in part]
     scaled = [scale_row(row, rows) for row in rows]
     return rows + [row for row in scaled if row]
 
 
-def machine_bench(machine: Machine, plan: tuple, processes: int) -> list[dict]:
+def machine_bench(
+    machine: Machine, plan: tuple, processes: int, gpu: int | None = None
+) -> list[dict]:
     """The rows of one preset; a failure is a row too."""
     preset, implementations, changes = plan
     name = f"bench-{preset}-{processes}"
@@ -251,7 +263,7 @@ def machine_bench(machine: Machine, plan: tuple, processes: int) -> list[dict]:
     try:
         if machine.remaining() < 20:
             raise ChildError("not run: no time was left")
-        machine.run(name, "gpt2.bench", arguments, processes)
+        machine.run(name, "gpt2.bench", arguments, processes, gpu)
         return json.loads(out.read_text())["rows"]
     except ChildError as error:
         return [{"preset": preset, "processes": processes, "error": str(error)}]
