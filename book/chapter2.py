@@ -14,10 +14,11 @@ from gpt2.outcomes import Outcome
 from gpt2.runs import Run
 from kernels.numerics import ScopedNumerics
 
-from .evidence import Archive, head_curves, judge
+from .evidence import Archive
 from .experiments import Experiment
 from .forks import fork_end, fork_step
 from .isolation_figures import FAILED, by_arm, head_values, layer_means, worst_layer
+from .records import head_curves, judge
 from .tables import markdown_table, number, step_text
 
 # What section 3.2 of the paper reports for GPT-2 small with bf16 flash attention; its layers 1 to

@@ -3,7 +3,7 @@
 A chapter shows two kinds of evidence. *Live* runs happen while the chapter executes: few arms, one
 seed, minutes. *Archived* ones were run once by this program on a named machine, with more seeds
 and arms, and lie in `book/results/<experiment>/<machine>-<date>.json`. Both are the same records,
-made by `record`, so the same figure functions draw both.
+made by `book.records`, so the same figure functions draw both.
 
 The program resumes: runs are kept in the run store, and what is finished is not run again. An
 archive of an unfinished experiment says so (`"complete": false`).
@@ -26,141 +26,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from gpt2.config import RunConfig
 from gpt2.data import load_corpus
 from gpt2.fork import parent_state
-from gpt2.outcomes import Outcome, OutcomeTracker, series, smooth, summarize, worst_head
 from gpt2.runs import Parent, Run, RunStore
 from gpt2.train import train_many
 
 from . import ROOT
 from .experiments import EXPERIMENTS, Arm, Experiment
 from .forks import plan_fork
+from .records import collect
 
 RESULTS = ROOT / "book" / "results"
-CURVE_POINTS = 160
-HEAD_POINTS = 60
-
-
-# -- from runs to records -------------------------------------------------------------------------
-
-
-def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str] = ()) -> dict:
-    """What the book keeps of a run: plain JSON types; curves of at most CURVE_POINTS points.
-
-    heads: metrics that are kept for every head, [points][layer][head].
-    """
-    return {
-        "arm": arm.name,
-        "label": arm.label,
-        "attention": run.config.attention,
-        "changes": dict(arm.changes),
-        "forked_at": run.parent.step if run.parent else None,
-        "seed": seed,
-        "run": run.id,
-        "status": run.status,
-        "steps": outcome.last_step,
-        "kind": outcome.kind,
-        "diverged_step": outcome.diverged_step,
-        "diverged_from": outcome.diverged_from,
-        "nonfinite_step": outcome.nonfinite_step,
-        "onset_step": outcome.onset_step,
-        "onset": outcome.to_dict()["onset"],
-        "outcome": outcome.to_dict(),
-        "train_loss": outcome.train_loss,
-        "held_out_loss": outcome.held_out_loss,
-        "best_held_out_loss": outcome.best_held_out_loss,
-        "worst_norm": outcome.worst_norm,
-        "worst_tie_rate": outcome.worst_tie_rate,
-        "seconds": run.state.get("duration_s"),
-        "curves": curves(run.metrics()),
-        "heads": head_curves(run.metrics(), heads),
-    }
-
-
-def curves(metrics: dict) -> dict[str, dict[str, list]]:
-    """Name -> {"step": [...], "value": [...]}; training loss smoothed, worst heads."""
-    out = {}
-    steps, losses = series(metrics, "train_loss")
-    out["train_loss"] = _thin(steps, smooth(steps, losses))
-    out["held_out_loss"] = _thin(*series(metrics, "held_out_loss"))
-    for name in ("spectral_norm_q", "tie_rate", "ones_share", "max_logit", "delta_bias"):
-        steps, values = series(metrics, name)
-        if len(steps) and values.ndim == 3:
-            out[name] = _thin(steps, worst_head(values)[0])
-    out["grad_norm"] = _thin(*series(metrics, "grad_norm"))
-    return {name: curve for name, curve in out.items() if curve["step"]}
-
-
-def head_curves(metrics: dict, names: Sequence[str]) -> dict[str, dict[str, list]]:
-    """Name -> {"step": [n], "value": [n][layer][head]}, at most HEAD_POINTS points each.
-
-    "name:sum" is the running sum of a metric over the steps at which it was measured, and
-    "name:band" the standard deviation that this sum would have if every sign were a coin's.
-    """
-    out = {}
-    for name in names:
-        metric, _, total = name.partition(":")
-        steps, values = series(metrics, metric)
-        if total == "sum":
-            values = np.nan_to_num(values).cumsum(0)
-        elif total == "band":
-            values = np.sqrt((np.nan_to_num(values) ** 2).cumsum(0))
-        keep = _kept(len(steps), HEAD_POINTS)
-        rows = [
-            [[float(f"{v:.4g}") if np.isfinite(v) else None for v in layer] for layer in row]
-            for row in values[keep]
-        ]
-        if rows:
-            out[name] = {"step": steps[keep].tolist(), "value": rows}
-    return out
-
-
-def _kept(count: int, most: int) -> np.ndarray:
-    """Indices of at most `most` evenly spaced points, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round()).astype(int)
-
-
-def _thin(steps: np.ndarray, values: np.ndarray) -> dict[str, list]:
-    keep = _kept(len(steps), CURVE_POINTS)
-    finite = [None if not np.isfinite(v) else float(f"{v:.6g}") for v in np.asarray(values)[keep]]
-    return {"step": np.asarray(steps)[keep].tolist(), "value": finite}
-
-
-def judge(experiment: Experiment, runs: dict[str, Run]) -> dict[str, Outcome]:
-    """Apply the declared rules to the arms of one seed; onset is judged against the twin."""
-    twin = runs.get(experiment.twin)
-    failing = runs.get(experiment.failing)
-    failing_step = None if failing is None else _outcome(failing).failed_step
-    out = {}
-    for name, run in runs.items():
-        other = None if twin is None or run.id == twin.id else twin.metrics()
-        out[name] = _outcome(run, other, failing_step)
-    if experiment.twin in out and twin is not None:
-        out[experiment.twin] = _outcome(twin, twin.metrics(), failing_step)
-    return out
-
-
-def _outcome(run: Run, twin: dict | None = None, failing_step: int | None = None) -> Outcome:
-    state = run.state.get("tracker")  # a fork's minimum so far is partly its parent's
-    tracker = OutcomeTracker.from_dict(state) if state else None
-    return summarize(run.metrics(), twin, failing_step=failing_step, tracker=tracker)
-
-
-def collect(experiment: Experiment, runs: dict[tuple[str, int], Run]) -> list[dict]:
-    """Records of all runs (keys: arm name and seed), in the experiment's order."""
-    rows = []
-    for seed in sorted({seed for _, seed in runs}):
-        of_seed = {arm: run for (arm, s), run in runs.items() if s == seed}
-        outcomes = judge(experiment, of_seed)
-        rows += [
-            record(of_seed[a.name], a, seed, outcomes[a.name], () if a.at else experiment.heads)
-            for a in experiment.arms
-            if a.name in of_seed
-        ]
-    return rows
 
 
 # -- running --------------------------------------------------------------------------------------
@@ -207,6 +84,7 @@ def run_experiment(
     *,
     store: RunStore,
     workers: int = 2,
+    devices: Sequence[str] = (),
     progress: bool = True,
     cache_dir: str | Path = "data",
     stop_at: int | None = None,
@@ -214,12 +92,14 @@ def run_experiment(
 ) -> dict[tuple[str, int], Run]:
     """Run, continue or load the jobs (see `jobs` for `chosen`); returns {(arm, seed): run}.
 
-    stop_at: pause the runs from scratch there; a later call without it continues them.
+    devices: GPUs to spread the runs over (`gpt2.many.Pool`). stop_at: pause the runs from scratch
+    there; a later call without it continues them.
     Arms from scratch come first, then forks from their states. Ctrl-C saves all runs and raises
     KeyboardInterrupt. Raises RuntimeError naming the runs that crashed.
     """
     todo = jobs(experiment, **chosen)
-    common = dict(store=store, workers=workers, progress=progress, cache_dir=cache_dir)
+    common = dict(store=store, workers=workers, devices=devices, progress=progress)
+    common["cache_dir"] = cache_dir
     fresh = [job for job in todo if job.arm.at is None]
     done = train_many([job.config for job in fresh], max_steps=stop_at, **common)
     runs = dict(zip([job.key for job in fresh], done))
@@ -244,22 +124,33 @@ def _raise_crashed(runs: dict[tuple[str, int], Run]) -> None:
 
 
 def ended_runs(
-    experiment: Experiment, *, store: RunStore, cache_dir: str | Path = "data", **chosen
+    experiment: Experiment,
+    *,
+    store: RunStore,
+    cache_dir: str | Path = "data",
+    partial: bool = False,
+    **chosen,
 ) -> dict[tuple[str, int], Run]:
-    """Those of the jobs whose runs have ended, without training anything."""
+    """Those of the jobs whose runs have ended, without training anything.
+
+    partial: also those that were cut short, as far as they came, with status `interrupted`.
+    """
     found: dict[tuple[str, int], Run] = {}
     for job in sorted(jobs(experiment, **chosen), key=lambda j: j.arm.at is not None):
         config, parent = job.config, None
         corpus = load_corpus(config, cache_dir, progress=False)
         if job.arm.at is not None:
             source = found.get((experiment.parent, job.seed))
-            if source is None:
+            if source is None or not source.ended:
                 continue
             made = plan_fork(experiment, job.arm, source)
             config, parent = made.config, Parent(source.id, made.at, "")
         path = store.path(config, corpus.sha256, parent)
-        if (path / "status.json").exists() and Run(path).ended:
-            found[job.key] = Run(path)
+        if not (path / "status.json").exists():
+            continue
+        run = Run(path)
+        if run.ended or (partial and run.status == "interrupted" and run.step):
+            found[job.key] = run
     return found
 
 
@@ -292,8 +183,11 @@ def machine_name(provenance: dict) -> str:
     return f"cpu-{provenance['machine'].partition(' ')[0]}"
 
 
-def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
-    """Where numbers come from: hardware, versions, commit, corpus, seeds, date, cost."""
+def provenance(runs: Iterable[Run], preset: str, command: str, commit: str | None = None) -> dict:
+    """Where numbers come from: hardware, versions, commit, corpus, seeds, date, cost.
+
+    commit: of the code, where the runs could not know it (a copy without its repository).
+    """
     runs = list(runs)
     environments = [run.info["environment"] for run in runs]
     first = environments[0] if environments else {}
@@ -308,7 +202,7 @@ def provenance(runs: Iterable[Run], preset: str, command: str) -> dict:
         "torch": first.get("torch"),
         "triton": first.get("triton"),
         "python": first.get("python"),
-        "commit": first.get("commit"),
+        "commit": first.get("commit") or commit,
         "code": first.get("code", "")[:12],
         "preset": preset,
         "corpus": ", ".join(sorted({run.config.corpus for run in runs})),
@@ -331,23 +225,35 @@ def _driver() -> str | None:
 
 
 def write_archive(
-    experiment: Experiment, runs: dict[tuple[str, int], Run], preset: str, folder: Path = RESULTS
+    experiment: Experiment,
+    runs: dict[tuple[str, int], Run],
+    preset: str,
+    folder: Path = RESULTS,
+    commit: str | None = None,
 ) -> Path:
     """Write the archive of an experiment; the name says machine and date."""
+    ended = sum(run.ended for run in runs.values())
     told = {
         "experiment": experiment.name,
         "question": experiment.question,
-        "complete": len(runs) >= len(experiment.arms) * len(experiment.seeds),
+        "complete": ended >= len(experiment.arms) * len(experiment.seeds),
     }
     command = f"python -m book.evidence {experiment.name} --preset {preset}"
-    return save_archive(told, collect(experiment, runs), runs.values(), preset, command, folder)
+    rows = collect(experiment, runs)
+    return save_archive(told, rows, runs.values(), preset, command, folder, commit)
 
 
 def save_archive(
-    told: dict, rows: list[dict], runs: Iterable[Run], preset: str, command: str, folder: Path
+    told: dict,
+    rows: list[dict],
+    runs: Iterable[Run],
+    preset: str,
+    command: str,
+    folder: Path,
+    commit: str | None = None,
 ) -> Path:
     """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows."""
-    told = told | {"provenance": provenance(runs, preset, command), "rows": rows}
+    told = told | {"provenance": provenance(runs, preset, command, commit), "rows": rows}
     source = told["provenance"]
     name = f"{machine_name(source)}-{preset}-{source['date']}.json"
     path = folder / told["experiment"] / name
@@ -397,16 +303,34 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--preset", help="another preset than the experiment's own")
     p.add_argument("--seeds", help="only these, such as 0,1,2")
     p.add_argument("--arms", help="only these arms, separated by commas")
+    p.add_argument("--partial", action="store_true", help="archive runs that were cut short, too")
+    add_machine_arguments(p)
+    return p
+
+
+def add_machine_arguments(p: argparse.ArgumentParser) -> None:
+    """Options of every program that trains and archives: how much at once, how long, where."""
     p.add_argument("--workers", type=int, default=2, help="runs side by side (2)")
+    p.add_argument(
+        "--devices", type=split_names, default=(), help="spread them over these: cuda:0,cuda:1"
+    )
     p.add_argument("--minutes", type=float, help="stop after so long, and archive what has ended")
     p.add_argument("--store", default=str(ROOT / "runs"), help="where runs lie (runs)")
     p.add_argument("--data", default=str(ROOT / "data"), help="corpus cache (data)")
     p.add_argument("--results", default=str(RESULTS), help="where archives go (book/results)")
-    return p
+    p.add_argument("--commit", help="of this code, to note where there is no repository")
+
+
+def split_names(text: str) -> list[str]:
+    """'a, b' as ['a', 'b']."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 archived, 2 bad input, 130 interrupted (what has ended is archived first)."""
+    """Exit code: 0 archived, 1 a run crashed, 2 bad input, 130 interrupted.
+
+    What has ended is archived in any case but that of bad input.
+    """
     args = parser().parse_args(argv)
     try:
         chosen = [_experiment(name) for name in args.names] or list(EXPERIMENTS.values())
@@ -419,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{e.name} (chapter {e.chapter}, {len(e.arms)} arms x {len(e.seeds)} seeds)")
             print(f"    {e.question}")
         return 0
-    with _time_limit(args.minutes):
+    with time_limit(args.minutes):
         for experiment in chosen:
             code = _run_and_archive(experiment, args, seeds)
             if code:
@@ -428,24 +352,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_and_archive(experiment: Experiment, args, seeds) -> int:
-    arms = args.arms.split(",") if args.arms else None
+    arms = split_names(args.arms) if args.arms else None
     common = dict(
         store=RunStore(args.store), cache_dir=args.data, seeds=seeds, arms=arms, preset=args.preset
     )
     start, code = time.monotonic(), 0
     try:
         print(f"{experiment.name}: {experiment.question}", flush=True)
-        run_experiment(experiment, workers=args.workers, **common)
+        run_experiment(experiment, workers=args.workers, devices=args.devices, **common)
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         code = 130
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    runs = ended_runs(experiment, **common)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    runs = ended_runs(experiment, partial=args.partial, **common)
     if runs:
         preset = args.preset or experiment.preset
-        path = write_archive(experiment, runs, preset, Path(args.results))
+        path = write_archive(experiment, runs, preset, Path(args.results), args.commit)
         for row in collect(experiment, runs):
             step = row["diverged_step"] or row["nonfinite_step"] or row["steps"]
             print(f"  {row['label']:40} seed {row['seed']}: {row['kind']} {step}", flush=True)
@@ -462,7 +389,7 @@ def _experiment(name: str) -> Experiment:
 
 
 @contextlib.contextmanager
-def _time_limit(minutes: float | None):
+def time_limit(minutes: float | None):
     """Raise KeyboardInterrupt after so many minutes, as Ctrl-C would."""
     if minutes is None:
         yield

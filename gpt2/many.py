@@ -1,7 +1,8 @@
-"""Several runs at once, each in a process of its own with its own thread: `train_many`.
+"""Several runs at once, each in a process of its own with its own thread: `train_many`, `Pool`.
 
-Small models are fastest on one thread, so N cores train N runs. Workers are fresh interpreters (no
-fork, no import of the caller's script), which works the same from notebooks and on every system.
+Small models are fastest on one thread, so N cores train N runs; on a GPU they wait for launches
+from the host, so several of them can share it. Workers are fresh interpreters (no fork, no import
+of the caller's script), which works the same from notebooks and on every system.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from pathlib import Path
 
 from .config import RunConfig
 from .data import load_corpus
-from .runs import ENDED, Parent, Run, RunStore
+from .runs import ENDED, Parent, Run, RunStore, RunWriter
 
 POLL_S = 0.2
 STOP_S = 30.0  # for a worker to save after it was asked to stop
 
 
 @dataclass
-class _Job:
+class Job:
+    """A run asked of a `Pool`. error: why its worker could not even begin the run's folder."""
+
     config: RunConfig
     parent: Parent | None
     path: Path
     max_steps: int | None = None
+    device: str | None = None
     process: subprocess.Popen | None = None
     log: Path | None = None
     error: str = ""
 
     def state(self) -> str:
-        """'cpu-...: step 400/2500 loss 1.86' for the progress line."""
+        """'400/2500', or the status of a run that does not run, for the progress line."""
         try:
             run = Run(self.path)
             state = run.state
@@ -46,6 +50,15 @@ class _Job:
             return f"{state['step']}/{self.max_steps or self.config.max_steps}"
         return state["status"]
 
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, or has been paused at `max_steps` or later."""
+        if not (self.path / "status.json").exists():
+            return False
+        run = Run(self.path)
+        enough = self.max_steps is not None and run.status == "interrupted"
+        return run.status in ENDED or (enough and run.step >= self.max_steps)
+
 
 def train_many(
     configs: Sequence[RunConfig | tuple[RunConfig, Parent]],
@@ -53,6 +66,7 @@ def train_many(
     store: RunStore | None = None,
     workers: int = 2,
     threads: int = 1,
+    devices: Sequence[str] = (),
     progress: bool = True,
     cache_dir: str | Path = "data",
     max_steps: int | None = None,
@@ -60,59 +74,143 @@ def train_many(
     """Train runs side by side and return them in the order asked for.
 
     configs: RunConfigs, or (config, parent) pairs for forks; the same run asked for twice is
-    trained once. max_steps: stop each there, resumable, its identity unchanged (see `train`).
-    A run that fails is returned with status `failed` and its message. Ctrl-C stops
-    all workers after their step, saved and resumable, and raises KeyboardInterrupt.
-    Raises ValueError before anything starts if a config is bad.
+    trained once. devices: as for `Pool`. max_steps: stop each there, resumable, its identity
+    unchanged (see `train`). A run that fails is returned with status `failed` and its message.
+    Ctrl-C stops all workers after their step, saved and resumable, and raises KeyboardInterrupt.
+    Raises ValueError before anything starts if a config or a device is bad.
     """
-    store = store or RunStore()
-    if workers < 1:
-        raise ValueError(f"workers={workers}; use at least 1")
-    jobs = [_job(item, store, cache_dir, progress, max_steps) for item in configs]
-    todo = list({job.path: job for job in jobs if not _done(job)}.values())
-    with tempfile.TemporaryDirectory() as scratch:
-        running: list[_Job] = []
+    common = dict(workers=workers, threads=threads, devices=devices, cache_dir=cache_dir)
+    with Pool(store or RunStore(), **common) as pool:
+        asked = [item if isinstance(item, tuple) else (item, None) for item in configs]
+        jobs = [pool.job(*item, max_steps=max_steps, progress=progress) for item in asked]
+        todo = list({job.path: job for job in jobs if not job.done}.values())
         told = _Teller(len(todo), progress)
-        try:
-            waiting = list(todo)
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    job = waiting.pop(0)
-                    _start(job, store, threads, cache_dir, Path(scratch))
-                    running.append(job)
-                time.sleep(POLL_S)
-                for job in [j for j in running if j.process.poll() is not None]:
-                    running.remove(job)
-                    _settle(job, told)
-                told.line(running, len(waiting))
-        except BaseException:  # Ctrl-C among them: no worker outlives the call
-            _stop(running)
-            raise
+        waiting = list(todo)
+        while waiting or pool.running:
+            while waiting and pool.free:
+                pool.start(waiting.pop(0))
+            for job in pool.ended():
+                told.say(_told(job))
+            told.line(pool.running, len(waiting))
     return [Run(job.path) for job in jobs]
 
 
-def _job(item, store: RunStore, cache_dir, progress: bool, max_steps: int | None) -> _Job:
-    config, parent = item if isinstance(item, tuple) else (item, None)
-    corpus = load_corpus(config, cache_dir, progress)
-    return _Job(config, parent, store.path(config, corpus.sha256, parent), max_steps)
-
-
-def _done(job: _Job) -> bool:
-    if not (job.path / "status.json").exists():
-        return False
+def _told(job: Job) -> str:
+    """How a run ended. Raises RuntimeError if it could not even begin."""
+    if job.error:
+        raise RuntimeError(f"{job.path.name} could not start: {job.error}")
     run = Run(job.path)
-    enough = job.max_steps is not None and run.status == "interrupted"
-    return run.status in ENDED or (enough and run.step >= job.max_steps)
+    return f"{job.path.name}: {run.status}" + (
+        f": {run.message}" if run.status == "failed" else ""
+    )
 
 
-def _start(job: _Job, store: RunStore, threads: int, cache_dir, scratch: Path) -> None:
+class Pool:
+    """Worker processes that train runs, at most `workers` at a time.
+
+    devices: such as ("cuda:0", "cuda:1"): workers are spread evenly, each sees its own GPU alone;
+    empty leaves the choice to each config. Which of several GPUs it is does not enter a run's
+    identity. Leaving the context stops what still runs, saved and resumable.
+    Raises ValueError for fewer than one worker and for a device that this machine lacks.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        *,
+        workers: int = 2,
+        threads: int = 1,
+        devices: Sequence[str] = (),
+        cache_dir: str | Path = "data",
+    ):
+        if workers < 1:
+            raise ValueError(f"workers={workers}; use at least 1")
+        self.store, self.workers, self.threads = store, workers, threads
+        self.devices, self.cache_dir = tuple(devices), cache_dir
+        for device in self.devices:
+            visible(device)
+        self.running: list[Job] = []
+
+    def __enter__(self) -> Pool:
+        self._scratch = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        _stop(self.running)
+        self._scratch.cleanup()
+
+    @property
+    def free(self) -> int:
+        """How many workers could start now."""
+        return self.workers - len(self.running)
+
+    def job(
+        self,
+        config: RunConfig,
+        parent: Parent | None = None,
+        *,
+        max_steps: int | None = None,
+        progress: bool = True,
+    ) -> Job:
+        """The job of a run, not started. Prepares its corpus; raises ValueError for a bad one."""
+        for device in self.devices:
+            if device.partition(":")[0] != config.device_type():
+                raise ValueError(
+                    f"device={config.device} of the run cannot be {device}; "
+                    "set device=auto in its config or choose other devices"
+                )
+        corpus = load_corpus(config, self.cache_dir, progress)
+        return Job(config, parent, self.store.path(config, corpus.sha256, parent), max_steps)
+
+    def start(self, job: Job) -> None:
+        """Start a job's worker, on the device with the fewest runs."""
+        if self.devices:
+            used = [running.device for running in self.running]
+            job.device = min(self.devices, key=used.count)
+        _start(job, self.store, self.threads, self.cache_dir, Path(self._scratch.name))
+        self.running.append(job)
+
+    def ended(self) -> list[Job]:
+        """Wait a moment; the jobs whose workers have ended since, taken off `running`."""
+        time.sleep(POLL_S)
+        found = [job for job in self.running if job.process.poll() is not None]
+        for job in found:
+            self.running.remove(job)
+            _settle(job)
+        return found
+
+
+def visible(device: str) -> dict[str, str]:
+    """The environment in which a process sees that device alone, and as its first.
+
+    "cuda:1" with CUDA_VISIBLE_DEVICES=4,6 is GPU 6. Raises ValueError if it is not there.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return {}
+    if kind != "cuda" or not index.isdigit():
+        raise ValueError(f"device {device!r} is unknown; use cpu, or cuda:0, cuda:1, ...")
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(index) >= count:
+        raise ValueError(f"device {device}: PyTorch sees {count} GPUs here; choose another")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = names.split(",")[int(index)].strip() if names else index
+    return {"CUDA_VISIBLE_DEVICES": chosen}
+
+
+def _start(job: Job, store: RunStore, threads: int, cache_dir, scratch: Path) -> None:
     name = f"{len(list(scratch.iterdir()))}-{job.path.name[-12:]}"
     order = scratch / f"{name}.json"
     job.log = scratch / f"{name}.log"
+    config = job.config.to_dict()
+    if job.device:
+        config["device"] = job.config.device_type()  # the only one that the worker sees
     order.write_text(
         json.dumps(
             {
-                "config": job.config.to_dict(),
+                "config": config,
                 "parent": asdict(job.parent) if job.parent else None,
                 "store": str(store.root),
                 "threads": threads,
@@ -124,39 +222,38 @@ def _start(job: _Job, store: RunStore, threads: int, cache_dir, scratch: Path) -
     )
     packages = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    environment |= visible(job.device) if job.device else {}
     with open(job.log, "w") as log:
         job.process = subprocess.Popen(
             [sys.executable, "-m", "gpt2.many", str(order)],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+            env=environment,
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
         )
 
 
-def _settle(job: _Job, told: _Teller) -> None:
-    """A worker has ended: say how, and leave status `failed` even if it died without a word."""
+def _settle(job: Job) -> None:
+    """A worker has ended: leave status `failed` even if it died without a word."""
     code = job.process.returncode
     if code == 0:
-        told.say(f"{job.path.name}: {job.state()}")
         return
     words = job.log.read_text(errors="replace").strip().splitlines()
     last = words[-1] if words else f"exit code {code}"
     if code < 0:
         last = f"killed by {signal.Signals(-code).name}"
     if not (job.path / "run.json").exists():
-        raise RuntimeError(f"{job.path.name} could not start: {last}")
-    if Run(job.path).state["status"] in ("running", "failed"):
-        from .runs import RunWriter
-
-        state = Run(job.path).state
+        job.error = last
+        return
+    state = Run(job.path).state
+    if state["status"] in ("running", "failed"):
         message = state["message"] if state["status"] == "failed" else last
         RunWriter(job.path).status("failed", state["step"], message, state["duration_s"])
-    told.say(f"{job.path.name}: {Run(job.path).status}: {Run(job.path).message}")
 
 
-def _stop(running: list[_Job]) -> None:
+def _stop(running: list[Job]) -> None:
     """Ask every worker to save and end; kill those that do not within STOP_S."""
     for job in running:
         if job.process.poll() is None:
@@ -183,7 +280,7 @@ class _Teller:
         if self.enabled:
             print(f"[{self.done}/{self.total}] {sentence}", flush=True)
 
-    def line(self, running: list[_Job], waiting: int) -> None:
+    def line(self, running: list[Job], waiting: int) -> None:
         if self.enabled and running and time.monotonic() - self._last >= self.every:
             self._last = time.monotonic()
             parts = ", ".join(f"{j.config.attention} {j.state()}" for j in running)

@@ -9,8 +9,9 @@ import torch
 
 from book import appendix_d, chapter3, direction, direction_figures
 from book.captured import captured_heads
-from book.evidence import head_curves, jobs
+from book.evidence import jobs
 from book.experiments import FAILURE, LIVE_ERRORS, LOW, LOW_RANK, errors, isolation
+from book.records import head_curves
 from gpt2.config import make_config
 from kernels.numerics import ScopedNumerics, parse_numerics
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from book.evidence import head_curves, jobs, record
+from book.evidence import jobs
 from book.experiments import FAILURE, LIVE_ISOLATION, isolation
 from book.forks import fork_end, fork_step, head_groups, heads_text, spell_out
+from book.records import head_curves, record
 from gpt2.config import make_config
 from gpt2.outcomes import Outcome
 from kernels.numerics import ScopedNumerics

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from trainer_helpers import ROOT, tiny, write_corpus
 
+from gpt2 import many
 from gpt2.runs import RunStore
 from gpt2.train import train, train_many
 
@@ -90,3 +92,33 @@ def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place):
 def test_bad_numbers_of_workers_are_refused(place):
     with pytest.raises(ValueError, match="workers=0"):
         train_many([tiny(place[0])], store=RunStore(place[1] / "x"), workers=0)
+
+
+def test_workers_are_spread_over_devices_and_each_sees_its_own(place, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(many, "_start", lambda *asked: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert many.visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-7f")
+    assert many.visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "GPU-7f"}
+    with pytest.raises(ValueError, match="sees 2 GPUs here"):
+        many.visible("cuda:2")
+    pool = many.Pool(RunStore(place[1] / "x"), workers=4, devices=("cuda:0", "cuda:1"))
+    pool._scratch = SimpleNamespace(name="unused")
+    config = tiny(place[0])
+    for _ in range(4):
+        pool.start(many.Job(config, None, place[1] / "none"))
+    assert sorted(job.device for job in pool.running) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert pool.free == 0
+    with pytest.raises(ValueError, match="set device=auto in its config"):
+        pool.job(config)  # a run on a CPU has no place on a GPU
+
+
+def test_a_named_device_is_no_part_of_a_runs_identity(place):
+    corpus, folder = place
+    asked = dict(cache_dir=folder / "data", progress=False)
+    (named,) = train_many(
+        [tiny(corpus, order_seed=9)], store=RunStore(folder / "named"), devices=["cpu"], **asked
+    )
+    (plain,) = train_many([tiny(corpus, order_seed=9)], store=RunStore(folder / "plain"), **asked)
+    assert named.status == "finished" and named.path.name == plain.path.name
