@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -78,13 +80,15 @@ def search(
     spell: Callable[[Sequence[str]], str],
     *,
     budget: int | None = None,
+    until_time: float = math.inf,
     **options,
 ) -> Trace:
     """Delta debugging: the smallest set of units whose upcast keeps the failing run alive.
 
     spell: the attention text in which these units are fp32. A set helps if its fork neither failed
     nor showed an onset, by the rules that all arms are judged by. What some arm has run is looked
-    up; for the rest at most `budget` forks are trained (options of `gpt2.fork.fork`).
+    up; for the rest at most `budget` forks are trained (options of `gpt2.fork.fork`), and none is
+    begun after `until_time` (of `time.time`).
     """
     parent = runs[experiment.parent, seed]
     config = parent.config
@@ -99,7 +103,7 @@ def search(
         text = spell(names)
         name = known.get(_numbers(text, config), text)
         if name not in of_seed:
-            if left < 1:
+            if left < 1 or time.time() > until_time:
                 raise _NotOnHand
             left -= 1
             until = fork_end(parent, experiment.until)

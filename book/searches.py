@@ -8,13 +8,16 @@ of one search one after the other. The same command continues: forks that have e
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from gpt2.runs import RunStore
+from gpt2.runs import Run, RunStore
 
 from . import ROOT
 from .chapter2 import search_sites
@@ -26,45 +29,72 @@ NAME = "searches"
 UNTIL = 1.25  # alive so long, in steps to failure, with no onset
 
 
-def search(preset: str, seed: int, budget: int, by: str, store: str, data: str) -> tuple:
+@dataclass(frozen=True)
+class Options:
+    """What every search of one call shares; until_time: no fork begins later (`time.time`)."""
+
+    preset: str
+    by: str
+    budget: int
+    until_time: float
+    store: str
+    data: str
+
+
+def search(seed: int, options: Options) -> tuple[dict, Run]:
     """(record of one seed's search, the failing run). Runs in a process of its own."""
-    experiment = isolation(preset, until=UNTIL)
-    common = dict(store=RunStore(store), progress=False, cache_dir=data)
+    experiment = isolation(options.preset, until=UNTIL)
+    common = dict(store=RunStore(options.store), progress=False, cache_dir=options.data)
     arms = [experiment.twin, "exact"]
-    runs = run_experiment(experiment, seeds=[seed], arms=arms, workers=1, **common)
-    trace = search_sites(experiment, runs, seed, by=by, budget=budget, **common)
+    runs = run_experiment(experiment, seeds=[seed], arms=arms, workers=2, **common)
+    limits = dict(budget=options.budget, until_time=options.until_time)
+    trace = search_sites(experiment, runs, seed, by=options.by, **limits, **common)
     parent = runs[experiment.parent, seed]
     at = fork_step(parent, experiment.arm("exact").at)
     end = fork_end(parent, UNTIL)
-    return {"seed": seed, "at": at, "until": end, "by": by, "trace": trace.to_dict()}, parent
+    told = {"seed": seed, "at": at, "until": end, "by": options.by, "trace": trace.to_dict()}
+    return told, parent
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=f"python -m book.{NAME}", description=__doc__)
     p.add_argument("--preset", default="cpu")
     p.add_argument("--seeds", default="0,1,2,3,4", help="separated by commas")
     p.add_argument("--workers", type=int, default=2, help="searches side by side (2)")
     p.add_argument("--budget", type=int, default=30, help="most forks of a search (30)")
+    p.add_argument("--minutes", type=float, default=math.inf, help="begin no fork after so long")
     p.add_argument("--by", default="layer", choices=("head", "layer", "site"), help="(layer)")
     p.add_argument("--store", default=str(ROOT / "runs"))
     p.add_argument("--data", default=str(ROOT / "data"))
     p.add_argument("--results", default=str(RESULTS))
-    a = p.parse_args(argv)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0. The archive is written anew whenever a search has ended."""
+    a = parser().parse_args(argv)
     seeds = [int(s) for s in a.seeds.split(",")]
-    rows, runs = [], []
-    with ProcessPoolExecutor(a.workers, mp_context=get_context("spawn")) as pool:
-        options = (a.budget, a.by, a.store, a.data)
-        for found in [pool.submit(search, a.preset, seed, *options) for seed in seeds]:
-            row, run = found.result()
-            print(f"seed {row['seed']}: {row['trace']['state']}, {row['trace']['result']}")
-            sys.stdout.flush()
-            rows.append(row)
-            runs.append(run)
-    question = "Which smallest set of (site, layer) in fp32 keeps the failing run alive?"
-    told = {"experiment": NAME, "question": question, "complete": True}
+    until_time = time.time() + 60 * a.minutes
+    options = Options(a.preset, a.by, a.budget, until_time, a.store, a.data)
     command = f"python -m book.{NAME} --preset {a.preset} --seeds {a.seeds} --by {a.by}"
-    print(save_archive(told, rows, runs, a.preset, command, Path(a.results)))
+    found: list[tuple[dict, Run]] = []
+    with ProcessPoolExecutor(a.workers, mp_context=get_context("spawn")) as pool:
+        for task in as_completed([pool.submit(search, seed, options) for seed in seeds]):
+            found.append(task.result())
+            row = found[-1][0]
+            print(f"seed {row['seed']}: {row['trace']['state']}, {row['trace']['result']}")
+            path = _archive(found, len(seeds), a.preset, command, Path(a.results))
+            print(path, flush=True)
     return 0
+
+
+def _archive(found: list[tuple[dict, Run]], asked: int, preset: str, command: str, folder: Path):
+    """Write the searches that have ended. Complete: all of them, and none by its limits."""
+    rows = sorted((row for row, _ in found), key=lambda row: row["seed"])
+    ended = sum(row["trace"]["state"] != "budget" for row in rows)
+    question = "Which smallest set of (site, layer) in fp32 keeps the failing run alive?"
+    told = {"experiment": NAME, "question": question, "complete": ended == asked}
+    return save_archive(told, rows, [run for _, run in found], preset, command, folder)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,9 @@ def test_an_onset_counts_as_a_sign_in_the_search(told_outcomes):
 def test_a_question_that_no_arm_answers_ends_a_search_without_budget(told_outcomes):
     runs = fake_runs({(0, 1), (1,)})
     del runs["only_L1", 0], runs["only_L0", 0]
-    trace = chapter2.search_layers(LIVE, runs, 0, budget=0)
-    assert trace.state == "budget" and trace.result == ("L0", "L1")
+    for limit in ({"budget": 0}, {"until_time": 0.0}):  # 1970
+        trace = chapter2.search_layers(LIVE, runs, 0, **limit)
+        assert trace.state == "budget" and trace.result == ("L0", "L1")
 
 
 def test_the_finer_search_trains_forks_of_single_sites_and_remembers_them(
