@@ -154,6 +154,7 @@ def measure(
         "micro_batch": trainer.micro,
         "dtype": config.dtype,
         "compiled": trainer.compiled,
+        "cuda_graph": trainer.graph is not None,
         "grad_reduce_dtype": config.grad_reduce_dtype,
         "parameters": trainer.model.count_parameters(positions=True),
         "warmup_s": round(compile_s, 1),

@@ -317,7 +317,7 @@ def replay(path: str | Path) -> Replay:
 
 def batch_loss(model, config, step: int, x: Tensor, y: Tensor) -> float:
     """Training loss of a whole batch as the loop of one process computes it, draws included."""
-    from .loop import DTYPES, mix
+    from .step import DTYPES, mix
 
     micro, _ = config.accumulation(1)
     dtype, total = DTYPES.get(config.dtype), torch.zeros((), device=x.device)

@@ -1,4 +1,4 @@
-"""The training loop: one optimiser step, what happens around it, and exact resume.
+"""The training loop: what happens around optimiser steps (`gpt2.step`), and exact resume.
 
 Step s is the update number s, from 0. At the top of step s the weights have seen s updates; there,
 in this order: checkpoint, held-out loss, probes, then forward, backward, clipping, update. A row
@@ -12,27 +12,21 @@ evaluation cannot disturb it.
 
 from __future__ import annotations
 
-import contextlib
 import time
-import warnings
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from . import hardware
 from .checkpoint import Checkpoint, load_weights, prune, save_checkpoint
 from .config import RunConfig
 from .distributed import Group
-from .feed import Feed
-from .model import GPT
-from .optim import Optimizers, learning_rate
 from .outcomes import OutcomeTracker
 from .probes import ProbeContext, Probes
 from .runs import RunWriter
 from .seeds import mix
+from .step import Stepper
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_ROWS = 50_000  # longer runs log every second, third... training loss
 
 
@@ -48,10 +42,10 @@ def flush_interval(config: RunConfig, device: torch.device) -> int:
     """Steps between host reads of the losses: alike on every process, about a second on a GPU."""
     if device.type != "cuda":
         return 10
-    return max(1, min(50, 4_000_000 // config.tokens_per_step))
+    return max(1, min(200, 4_000_000 // config.tokens_per_step))
 
 
-class Trainer:
+class Trainer(Stepper):
     """Everything that one run holds in memory. `run(to_step)` trains; see `gpt2.train.train`.
 
     writer is None on processes that do not write. Raises ValueError for a batch that does not
@@ -67,112 +61,18 @@ class Trainer:
         run_dir: Path,
         writer: RunWriter | None = None,
     ):
-        self.config, self.corpus, self.device, self.group = config, corpus, device, group
+        super().__init__(config, corpus, device, group)
         self.run_dir, self.writer = run_dir, writer
-        self.micro, _ = config.accumulation(group.world)
-        self.model = GPT(config, config.vocab_size or corpus.vocab_size).to(device)
-        self.optimizers = Optimizers(self.model, config)
-        self.feed = Feed(corpus, config, device, group)
         self.probes = Probes(config, run_dir)  # every process knows when, the writer measures
         self.tracker = OutcomeTracker()
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
         self.skipped = 0
-        self.step = 0
         self.flush_every = flush_interval(config, device)
         self.log_every = max(1, config.max_steps // MOST_ROWS)
         self.should_stop = lambda: None
         self.on_flush = lambda row: None
-        self._pending: list[tuple[int, Tensor, Tensor, float]] = []
         self._clock = time.perf_counter()
         self.tokens_per_s: float | None = None
         self.held_out_loss: float | None = None
-        self.stochastic = self.model.stochastic
-        self._compile()
-
-    # -- one step ---------------------------------------------------------------------------------
-
-    def _compile(self) -> None:
-        """torch.compile the trunk on a GPU ("auto") or always ("on")."""
-        mode = self.config.compile
-        self.compiled = mode == "on" or (mode == "auto" and self.device.type == "cuda")
-        if self.compiled:
-            torch._dynamo.reset()  # its limit on recompilations counts models of earlier runs too
-            self.model.compile_trunk()
-
-    def autocast(self):
-        dtype = DTYPES.get(self.config.dtype)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)
-
-    def _seed(self, step: int, sequence: int) -> int | Tensor:
-        """Seeds dropout for one micro-batch; returns the seed of stochastic attention."""
-        if self.config.dropout:
-            torch.manual_seed(mix(self.config.init_seed, step, sequence))
-        if not self.stochastic:
-            return 0
-        seed = mix(self.config.init_seed, self.config.order_seed, step, sequence)
-        return torch.full((), seed, dtype=torch.int64, device=self.device)
-
-    def forward_backward(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Add the gradient of this process's share of a batch to `.grad`; returns its loss part.
-
-        Losses are sums over counted targets divided by the global batch's count of targets, so
-        that neither the number of micro-batches nor of processes changes loss or gradient.
-        """
-        count = self.config.tokens_per_step
-        total = torch.zeros((), device=self.device)
-        sequence = self.feed.rows.start
-        for mx, my in zip(x.split(self.micro), y.split(self.micro)):
-            seed = self._seed(step, sequence)
-            with self.autocast():
-                _, loss = self.model(mx, my, denominator=count, seed=seed)
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-            sequence += len(mx)
-        return total
-
-    def update(self, step: int) -> None:
-        """One optimiser step on batch `step`."""
-        optimizers, config = self.optimizers, self.config
-        optimizers.gradient.zero()
-        self.model.train()
-        loss = self.forward_backward(step, *self.feed.batch(step))
-        self.group.sum_(optimizers.gradient.buffer, config.grad_reduce_dtype)
-        if self.scaler.is_enabled():
-            for optimizer in optimizers.all():
-                self.scaler.unscale_(optimizer)
-        norm = optimizers.gradient.clip(config.grad_clip)
-        rate = learning_rate(config, step)
-        optimizers.set_rate(rate)
-        if self.scaler.is_enabled():
-            for optimizer in optimizers.all():
-                self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
-            optimizers.step()
-        if config.qk_clip:
-            for layer in self.model.attention_layers:
-                self.group.max_(layer.max_logit)
-            self.model.clip_queries_and_keys()
-        self._pending.append((step, loss, norm, rate))
-
-    def first_update(self, step: int) -> None:
-        """The first step compiles; where that fails, say so and go on without (unless "on")."""
-        if not self.compiled:
-            return self.update(step)
-        try:
-            self.update(step)
-        except Exception as error:  # compilers fail with many types
-            if self.config.compile == "on" or step != self.step or self._pending:
-                raise
-            if not type(error).__module__.startswith("torch._"):
-                raise
-            first = str(error).strip().splitlines()[0][:200]
-            warnings.warn(f"torch.compile is off: {type(error).__name__}: {first}", stacklevel=2)
-            self.compiled = False
-            self.model.eager_trunk()
-            self.update(step)
 
     # -- around the steps -------------------------------------------------------------------------
 
@@ -324,6 +224,10 @@ class Trainer:
             full_batch=lambda: self.feed.batch(step),
         )
 
+    def may_capture(self, step: int) -> bool:
+        """Not while a probe keeps a forward pass of its own (see `Stepper.may_capture`)."""
+        return not self.probes.due(step)
+
     def _probe_before(self, step: int) -> ProbeContext | None:
         if self.writer is None or not self.probes.due(step):
             return None
@@ -380,6 +284,7 @@ class Trainer:
         self.step, state = head
         weights = self.group.share_tensors(checkpoint.model if found else None, self.device)
         moments = self.group.share_tensors(checkpoint.optimizer if found else None, self.device)
+        self.graph = None  # the optimiser's state gets other memory
         load_weights(self.model, weights)
         self.optimizers.load_state_tensors(moments)
         self.tracker = OutcomeTracker.from_dict(state["tracker"])

@@ -7,6 +7,7 @@ summing them over processes, are one operation each, without a host sync.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -120,12 +121,13 @@ class Optimizers:
             dict(params=[p for p in rest if p.dim() >= 2], weight_decay=config.weight_decay),
             dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0),
         ]
+        device = rest[0].device
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
-            lr=config.learning_rate,
+            lr=_rate(config.learning_rate, device),
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
-            fused=fused_adamw(rest[0].device),
+            fused=fused_adamw(device),
         )
         self.muon = None
         if muon:
@@ -139,7 +141,10 @@ class Optimizers:
     def set_rate(self, rate: float) -> None:
         """The schedule's rate for AdamW; Muon's follows it in proportion."""
         for group in self.adamw.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         if self.muon:
             share = rate / self.config.learning_rate if self.config.learning_rate else 0.0
             for group in self.muon.param_groups:
@@ -148,6 +153,17 @@ class Optimizers:
     def step(self) -> None:
         for optimizer in self.all():
             optimizer.step()
+
+    @contextmanager
+    def capturable(self):
+        """Within it AdamW's step may be captured into a CUDA graph (outside, PyTorch warns)."""
+        for group in self.adamw.param_groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in self.adamw.param_groups:
+                group["capturable"] = False
 
     def state_tensors(self) -> dict[str, Tensor]:
         """'exp_avg/transformer.wte.weight' -> tensor, and so on."""
@@ -182,6 +198,11 @@ class Optimizers:
 
 
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _rate(rate: float, device: torch.device) -> float | Tensor:
+    """AdamW's learning rate: on a GPU in its memory, fp32, where a CUDA graph reads it."""
+    return torch.tensor(rate, device=device) if device.type == "cuda" else rate
 
 
 def fused_adamw(device: torch.device) -> bool:

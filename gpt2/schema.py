@@ -111,6 +111,9 @@ class RunConfig:
         "float32", "runtime", "gradient sums over processes", ("float32", "bfloat16")
     )
     compile: str = _option("auto", "runtime", "torch.compile", ("auto", "on", "off"))
+    cuda_graph: str = _option(
+        "auto", "runtime", "launch a GPU's training step as one graph", ("auto", "on", "off")
+    )
     device: str = _option("auto", "runtime", "auto, cpu, cuda, cuda:1, mps")
     preset: str = field(default="cpu", compare=False, metadata={"group": None})
 
@@ -169,11 +172,12 @@ class RunConfig:
         """The fields that determine the result, in canonical form, as plain JSON types.
 
         Out: how often to checkpoint and how many to keep, the preset's name, where a corpus lies
-        (its content is hashed by the corpus) and which device of its type. Two spellings of the
-        same numerics are one identity.
+        (its content is hashed by the corpus), which device of its type, and CUDA graphs, which
+        launch the same kernels (`compile` makes others, so it is in). Two spellings of the same
+        numerics are one identity.
         """
         out = self.to_dict()
-        for name in ("checkpoint_interval", "keep_checkpoints", "preset"):
+        for name in ("checkpoint_interval", "keep_checkpoints", "preset", "cuda_graph"):
             del out[name]
         out["attention"] = _canonical_attention(self.attention)
         out["corpus"] = self.corpus.partition(":")[0]

@@ -13,11 +13,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
+from . import emulated
 from .backends import backend_module, resolve_backend, sdpa
 from .formats import FP64
 from .numerics import Numerics, flash, parse_numerics
@@ -189,9 +190,15 @@ def _wants_delta_output(groups) -> bool:
     )
 
 
+@cache  # kept for good: a CUDA graph may hold the address
+def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """Head numbers on a device, int64; copied there once, since a copy makes the host wait."""
+    return torch.tensor(heads, device=device)
+
+
 def _pick(x: Tensor | None, heads: tuple[int, ...]) -> Tensor | None:
     """Some heads out of [B, H, ...]."""
-    return None if x is None else x[:, list(heads)]
+    return None if x is None else x[:, _index(heads, x.device)]
 
 
 def _picked(tensors: Sequence[Tensor | None], mask: Tensor | None, heads: tuple[int, ...], shape):
@@ -200,9 +207,13 @@ def _picked(tensors: Sequence[Tensor | None], mask: Tensor | None, heads: tuple[
     return [_pick(x, heads) for x in tensors], mask
 
 
-def _group_seed(numerics: Numerics, seed: Tensor, heads: tuple[int, ...]) -> int:
-    """Groups of heads draw independently; reading a seed from a GPU waits, so only if needed."""
-    return int(seed) * 1_000_003 + heads[0] + 1 if numerics.stochastic else 0
+def _group_seed(numerics: Numerics, seed: Tensor, heads: tuple[int, ...], module) -> int | Tensor:
+    """Groups of heads draw independently. Kept where it is (modulo 2^64) but for the emulator,
+    which names its generators by the number: reading it from a GPU makes the host wait."""
+    if not numerics.stochastic:
+        return 0
+    seed = int(seed) if module is emulated else seed
+    return seed * 1_000_003 + heads[0] + 1
 
 
 _FORWARD = (
@@ -259,11 +270,12 @@ def _forward_op(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
     wide = q, repeat_heads(k, ratio), repeat_heads(v, ratio)
     for n, heads in groups:
         inputs, own_mask = _picked(wide, mask, heads, shape)
-        module, own_seed = backend_module(n, q, mask, backend), _group_seed(n, seed, heads)
+        module = backend_module(n, q, mask, backend)
+        own_seed = _group_seed(n, seed, heads, module)
         part = module.forward(*inputs, numerics=n, mask=own_mask, seed=own_seed, **choices)
         for x, value in zip(results, _values(part)):
             if value is not None and x.dim() > 1:
-                x[:, list(heads)] = value.to(x.dtype)
+                x[:, _index(heads, x.device)] = value.to(x.dtype)
     return tuple(results)
 
 
@@ -305,10 +317,11 @@ def _backward_by_groups(saved, groups, mask, seed, backend, choices) -> list[Ten
     for n, heads in groups:
         own = delta_output if _wants_delta_output(((n, heads),)) else None
         inputs, own_mask = _picked((dout, *wide, out, lse, own), mask, heads, shape)
-        module, own_seed = backend_module(n, q, mask, backend), _group_seed(n, seed, heads)
+        module = backend_module(n, q, mask, backend)
+        own_seed = _group_seed(n, seed, heads, module)
         parts = module.backward(*inputs, numerics=n, mask=own_mask, seed=own_seed, **choices)
         for x, part in zip(grads, parts):
-            x[:, list(heads)] = part.to(x.dtype)
+            x[:, _index(heads, x.device)] = part.to(x.dtype)
     dq, dk, dv = grads
     return [dq, *(x.unflatten(1, (-1, ratio)).sum(2) for x in (dk, dv))]
 

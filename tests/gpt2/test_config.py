@@ -293,10 +293,11 @@ def test_a_config_survives_json_and_is_immutable():
 def test_identity_holds_what_determines_the_result_and_nothing_else():
     a = make_config("cpu", {"device": "cpu"})
     same = a.at(keep_checkpoints=9, checkpoint_interval=7, n_kv_head=2, decay_steps=2500)
+    same = same.at(cuda_graph="off")
     assert same.identity() == a.identity()
     respelt = a.at(attention="exact, output_bits=2")
     assert respelt.identity() == a.identity()
-    free = {"keep_checkpoints", "checkpoint_interval"}
+    free = {"keep_checkpoints", "checkpoint_interval", "cuda_graph"}
     assert set(OPTIONS) - set(a.identity()) == free
     for change in ({"attention": "exact"}, {"order_seed": 1}, {"adam_eps": 1e-5}, {"bias": True}):
         assert a.at(**change).identity() != a.identity()
