@@ -50,13 +50,21 @@ def captured_config(preset: str, seed: int = 0, plan: Plan | None = None) -> Run
 
 
 def captured_run(
-    preset: str, seed: int = 0, plan: Plan | None = None, *, progress: bool = True
+    preset: str,
+    seed: int = 0,
+    plan: Plan | None = None,
+    *,
+    progress: bool = True,
+    store: str | Path = RUNS,
+    cache_dir: str | Path = DATA,
 ) -> Run:
     """Train it (or load it) up to the plan's last step, or to its failure if that comes first."""
     plan = plan or PLANS.get(preset, ELSEWHERE)
     config = captured_config(preset, seed, plan)
     until = min(plan.until, config.max_steps)
-    return train(config, store=RunStore(RUNS), cache_dir=DATA, max_steps=until, progress=progress)
+    return train(
+        config, store=RunStore(store), cache_dir=cache_dir, max_steps=until, progress=progress
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from IPython.display import Markdown
 
 from kernels.forensics import SignedMean
@@ -17,7 +16,7 @@ from .chapter1 import FAILED
 from .evidence import Archive
 from .experiments import SWEEP_BETAS
 from .sfa_rows import CARRIER_UNDERFLOW
-from .tables import markdown_table, number, step_text
+from .tables import half_width, markdown_table, number, over_runs, step_text
 
 # Arms with the published rule -> beta.
 BETAS = {"sfa2": 2.0, "sfa7": 7.0} | {f"beta_{b:g}": float(b) for b in SWEEP_BETAS}
@@ -124,9 +123,8 @@ def loss_differences(
         if not shared:
             continue
         step = max(shared)
-        x = np.array([loss_at(r, step) - loss_at(base[r["seed"]], step) for r in mine])
-        error = float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
-        out.append((mine[0]["label"], step, SignedMean(float(x.mean()), error, len(x))))
+        x = [loss_at(r, step) - loss_at(base[r["seed"]], step) for r in mine]
+        out.append((mine[0]["label"], step, over_runs(x)))
     return out
 
 
@@ -142,14 +140,10 @@ def loss_table(found: Sequence[tuple[str, int, SignedMean]]) -> Markdown:
     return markdown_table(header, lines)
 
 
-# Two-sided 95 % points of Student's t, by degrees of freedom.
-_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-
-
 def _interval(d: SignedMean) -> str:
     if d.n < 2:
         return "one seed"
-    half = _STUDENT.get(d.n - 1, 1.96) * d.stderr
+    half = half_width(d)
     return f"{d.mean - half:+.4f} to {d.mean + half:+.4f}"
 
 

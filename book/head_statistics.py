@@ -83,6 +83,22 @@ def standardised(series: Iterable[Captured], numerics=None) -> Tensor:
     return torch.cat(parts)
 
 
+def contributions(delta: DeltaMeasurement) -> dict[str, SignedMean]:
+    """What each kind of rows, and each site, adds to the mean error of delta, in its rms.
+
+    Means over all rows, with zero in the rows of other kinds: those of the three kinds add up to
+    the mean, and so do those of the sites. Unlike shares of the sum they stay meaningful where the
+    sum is not off zero.
+    """
+    finite = torch.isfinite(delta.error)
+    labels = torch.arange(delta.error.shape[0])[:, None].expand_as(delta.error)[finite]
+    found = {}
+    for index, name in enumerate(CAUSES):
+        part = torch.where(delta.cause == index, delta.error, 0.0)[finite]
+        found[name] = in_rms(clustered_mean(part, labels), delta.rms)
+    return found | {name: in_rms(p.mean, delta.rms) for name, p in delta.twin_sites.items()}
+
+
 def attribution(head: Head, numerics: Numerics | str, delta: DeltaMeasurement) -> list[list[str]]:
     """Lines of a table: part, rows, mean in rms, share of the sum with its interval, of squares,
     and for kinds of rows the bias of O in ulps.
@@ -224,12 +240,16 @@ def stochastic(numerics: Numerics | str) -> Numerics:
     return n.at(**changes, name=f"{n.name},stochastic")
 
 
-def changed_heads(head: Head, numerics: Numerics | str) -> dict[str, OutputError]:
-    """The head as it is, with V balanced, with the sham offset, and rounded stochastically."""
-    n = parse_numerics(numerics)
+def offset_heads(head: Head, numerics: Numerics | str) -> dict[str, OutputError]:
+    """The head as it is, with V balanced, and with the opposite offset."""
     return {
-        "as captured": output_error(head, n),
-        "V balanced": output_error(shifted(head, -1, n), n),
-        "sham offset": output_error(shifted(head, +1, n), n),
-        "stochastic rounding": output_error(head, stochastic(n)),
+        "as captured": output_error(head, numerics),
+        "V balanced": output_error(shifted(head, -1, numerics), numerics),
+        "sham offset": output_error(shifted(head, +1, numerics), numerics),
     }
+
+
+def changed_heads(head: Head, numerics: Numerics | str) -> dict[str, OutputError]:
+    """`offset_heads`, and the head as it is rounded stochastically."""
+    rounded = {"stochastic rounding": output_error(head, stochastic(numerics))}
+    return offset_heads(head, numerics) | rounded

@@ -13,10 +13,17 @@ from pathlib import Path
 
 from kernels.forensics import DeltaMeasurement, SignedMean, delta_error
 
-from . import RESULTS
+from . import DATA, RESULTS, RUNS
 from .captured import Captured, captured_heads, captured_run, pooled, steepest, worst_head
 from .evidence import save_archive
-from .head_statistics import OutputError, changed_heads, in_rms
+from .head_statistics import (
+    OutputError,
+    changed_heads,
+    contributions,
+    in_rms,
+    offset_heads,
+    stochastic,
+)
 
 EXPERIMENT = {
     "experiment": "rounding",
@@ -41,18 +48,37 @@ def head_record(
     delta: DeltaMeasurement,
     changed: Mapping[str, OutputError],
 ) -> dict:
-    """Plain JSON types; means are in units of the rms of delta's error."""
+    """Plain JSON types; errors of delta are in units of its rms, those of O in ulps.
+
+    parts: mean over the part's own rows, what it adds to the mean over all, its share of the sum
+    with a 95 % interval from resampled sequences, and its share of the squares.
+    """
+    added = contributions(delta)
+
+    def short(values) -> list[float]:
+        return [float(f"{x:.6g}") for x in values]
 
     def mean(found: SignedMean) -> list[float] | None:
-        return None if found.n < 2 else [float(f"{x:.6g}") for x in found[:2]]
+        return None if found.n < 2 else short(found[:2])
 
     parts = {
         name: {
             "rows": part.rows,
             "mean": mean(in_rms(part.mean, delta.rms)),
+            "adds": mean(added[name]),
+            "share": short((part.share, part.low, part.high)),
             "energy": float(f"{part.energy:.6g}"),
         }
         for name, part in (delta.causes | delta.twin_sites).items()
+    }
+    changes = {
+        name: {
+            "bias": mean(e.bias),
+            "rms": float(f"{e.rms:.6g}"),
+            "shared": float(f"{e.shared:.6g}"),
+            "delta": mean(e.delta),
+        }
+        for name, e in changed.items()
     }
     return {
         "arm": version,
@@ -63,7 +89,7 @@ def head_record(
         "rows": int(delta.error.numel()),
         "mean": mean(in_rms(delta.mean, delta.rms)),
         "parts": parts,
-        "changed": {name: mean(e.delta) for name, e in changed.items()},
+        "changed": changes,
     }
 
 
@@ -74,16 +100,21 @@ def bias_rows(records: Sequence[Mapping]) -> dict[str, tuple[float, float]]:
     }
 
 
-def measure(preset: str, seed: int, *, progress: bool = True):
-    """(run, records of both versions) for one seed."""
-    run = captured_run(preset, seed, progress=progress)
+def measure(preset: str, seed: int, **how):
+    """(run, records) for one seed: both versions, and both rounded stochastically; how: where
+    the run lies, as `captured_run` takes it."""
+    run = captured_run(preset, seed, **how)
     series = worst_head(captured_heads(run.captures()))
     chosen = steepest(series)
     head, records = pooled(window(series, chosen)), []
     for version, numerics in versions(chosen).items():
         delta = delta_error(head, numerics=numerics, sites=False)
-        changed = changed_heads(head, numerics)
-        records.append(head_record(version, seed, chosen, delta, changed))
+        records.append(head_record(version, seed, chosen, delta, changed_heads(head, numerics)))
+    for version, numerics in versions(chosen).items():
+        unbiased = stochastic(numerics)
+        delta = delta_error(head, numerics=unbiased, sites=False)
+        told = f"{version}, stochastic"
+        records.append(head_record(told, seed, chosen, delta, offset_heads(head, unbiased)))
     return run, records
 
 
@@ -92,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m book.rounding_evidence", description=__doc__)
     p.add_argument("--preset", default="cpu")
     p.add_argument("--seeds", default="0,1,2,3,4", help="separated by commas")
+    p.add_argument("--store", default=str(RUNS), help="where runs lie (runs)")
+    p.add_argument("--data", default=str(DATA), help="corpus cache (data)")
     p.add_argument("--results", default=str(RESULTS), help="where archives go")
     args = p.parse_args(argv)
     try:
@@ -101,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     runs, records = [], []
     for seed in seeds:
-        run, found = measure(args.preset, seed)
+        run, found = measure(args.preset, seed, store=args.store, cache_dir=args.data)
         runs.append(run)
         records += found
         told = EXPERIMENT | {"complete": len(runs) == len(seeds)}

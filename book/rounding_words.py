@@ -13,6 +13,7 @@ from .captions import Provenance, caption
 from .chapter4 import ReadBack, StoredError, plus_minus
 from .head_statistics import Moment, OutputError, told
 from .rounding_figures import trace_figure
+from .tables import half_width, markdown_table, over_runs
 
 
 def trace_page(trace: RoundingTrace, title: str, numerics: str, provenance: Provenance) -> str:
@@ -44,6 +45,86 @@ def moments_in_words(series: Mapping[str, Sequence[Moment]]) -> str:
         )
     norms = [m.spectral_norm for m in moments]
     return f"The spectral norm grows from {norms[0]:.2g} to {max(norms):.3g}. " + " ".join(parts)
+
+
+# -- over seeds -----------------------------------------------------------------------------------
+
+PART_LABELS = {
+    "tied": "tied rows",
+    "absorbing": "absorbing rows",
+    "other": "other rows",
+    "unnormalized": "rounding Ō",
+    "output": "rounding the stored O",
+}
+
+
+def with_interval(found: SignedMean, digits: int = 3) -> str:
+    """'+0.012 [-0.003, +0.027]': a mean over runs with its 95 % interval."""
+    half = half_width(found)
+    if not half >= 0:
+        return f"{found.mean:+.{digits}f} (one run)"
+    low, high = found.mean - half, found.mean + half
+    return f"{found.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def seeds_table(records: Sequence[Mapping]) -> Markdown:
+    """One line per seed and version: where the head is, its mean error of delta, and its shares.
+
+    Shares of the sum (with 95 % intervals) only where the sum is off zero by two standard errors.
+    """
+    lines = []
+    for r in records:
+        mean, error = r["mean"]
+        parts = [r["parts"][name] for name in PART_LABELS if name in r["parts"]]
+        off = abs(mean) > 2 * error
+        shares = [f"{p['share'][0]:.0%} [{p['share'][1]:.0%}, {p['share'][2]:.0%}]" for p in parts]
+        where = f"layer {r['layer']}, head {r['head']}, step {r['step']:,}"
+        told = plus_minus(SignedMean(mean, error, r["rows"]))
+        lines.append([r["seed"], r["arm"], where, told, *(s if off else "-" for s in shares)])
+    header = ["seed", "numerics", "head", "mean error (rms)"]
+    return markdown_table([*header, *PART_LABELS.values()], lines)
+
+
+def parts_over_seeds(records: Sequence[Mapping]) -> Markdown:
+    """What kinds of rows and sites add to the mean error of delta, over seeds, per version.
+
+    One line per version and part: share of the rows, what it adds (in rms, with the 95 % interval
+    over seeds; kinds of rows add up to the mean, and so do the sites), share of the squares.
+    """
+    lines = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine = [r for r in records if r["arm"] == arm]
+        whole = over_runs([r["mean"][0] for r in mine])
+        lines.append([arm, "all rows", "100%", with_interval(whole), "100%", len(mine)])
+        for name, label in PART_LABELS.items():
+            parts = [(r["parts"][name], r["rows"]) for r in mine if name in r["parts"]]
+            if parts:
+                adds = over_runs([p["adds"][0] for p, _ in parts])
+                rows = over_runs([p["rows"] / n for p, n in parts]).mean
+                energy = over_runs([p["energy"] for p, _ in parts]).mean
+                told = [f"{rows:.0%}", with_interval(adds), f"{energy:.0%}", len(parts)]
+                lines.append([arm, label, *told])
+    header = ["numerics", "part", "of the rows", "adds to the mean (rms)", "of the squares", "runs"]
+    return markdown_table(header, lines)
+
+
+def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
+    """Bias of O in ulps and mean error of delta after each change, over seeds, per version."""
+    lines = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine = [r for r in records if r["arm"] == arm]
+        for name in mine[0]["changed"]:
+            found = [r["changed"][name] for r in mine]
+            bias = over_runs([f["bias"][0] for f in found])
+            delta = over_runs([f["delta"][0] for f in found])
+            off = sum(abs(f["delta"][0]) > 2 * f["delta"][1] for f in found)
+            told = [with_interval(bias, 4), with_interval(delta), f"{off} of {len(found)}"]
+            lines.append([f"{arm}: {name}", *told])
+    header = ["head", "bias of O (ulp)", "mean error of δ (rms)", "off zero by 2 errors"]
+    return markdown_table(header, lines)
+
+
+# -- the summary ----------------------------------------------------------------------------------
 
 
 def what_you_saw(

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
+import torch
 from IPython.display import Markdown
 
 from gpt2.outcomes import VERDICT_RUNS
+from kernels.forensics import SignedMean, signed_mean
 from kernels.numerics import Numerics, parse_numerics
 
 
@@ -96,3 +98,17 @@ def arm_table(rows: Sequence[Mapping]) -> Markdown:
 
 def number(value: float | None, digits: int = 3) -> str:
     return "none" if value is None else f"{value:,.{digits}f}"
+
+
+# Two-sided 95 % points of Student's t, by degrees of freedom.
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+
+
+def over_runs(values: Sequence[float]) -> SignedMean:
+    """Mean over runs with its standard error, each run one draw; nan error for a single one."""
+    return signed_mean(torch.tensor(values, dtype=torch.float64))
+
+
+def half_width(found: SignedMean) -> float:
+    """Half of the 95 % interval (Student's t) of a mean over `found.n` runs; nan for one."""
+    return _STUDENT.get(found.n - 1, 1.96) * found.stderr

@@ -20,7 +20,16 @@ from book.head_statistics import (
     standardised,
     stochastic,
 )
-from book.rounding_words import moments_in_words, trace_page, what_you_saw
+from book.rounding_words import (
+    changes_over_seeds,
+    moments_in_words,
+    parts_over_seeds,
+    seeds_table,
+    trace_page,
+    what_you_saw,
+    with_interval,
+)
+from book.tables import half_width, over_runs
 from kernels.forensics import as_head, delta_error, rounding_trace
 from kernels.numerics import paper
 
@@ -193,9 +202,25 @@ def test_records_are_plain_json_and_draw(series, tmp_path, monkeypatch):
     monkeypatch.setattr(rounding_evidence, "captured_run", lambda *a, **k: Run())
     assert rounding_evidence.main(["--seeds", "0,1", "--results", str(tmp_path)]) == 0
     kept = latest("rounding", "cpu", tmp_path)
-    assert kept.complete and [r["seed"] for r in kept.rows] == [0, 0, 1, 1]
+    assert kept.complete and [r["seed"] for r in kept.rows] == [0] * 4 + [1] * 4
     assert kept.rows[0]["parts"]["tied"]["energy"] > 0.9
     assert kept.rows[0]["mean"][0] < 0 and kept.rows[0]["step"] == 200
+    adds = {name: part["adds"][0] for name, part in kept.rows[0]["parts"].items()}
+    mean = kept.rows[0]["mean"][0]
+    assert adds["tied"] + adds["absorbing"] + adds["other"] == pytest.approx(mean, abs=1e-5)
+    assert adds["unnormalized"] + adds["output"] == pytest.approx(mean, abs=1e-5)
+    assert kept.rows[0]["changed"]["as captured"]["bias"][0] > 0.2
+    assert abs(kept.rows[2]["changed"]["as captured"]["bias"][0]) < 0.02  # stochastic
     rows = rounding_evidence.bias_rows(kept.rows)
-    assert len(intervals(rows, label="x").axes[0].get_yticks()) == 4
+    assert len(intervals(rows, label="x").axes[0].get_yticks()) == 8
+    assert parts_over_seeds(kept.rows).data.count("\n") == 2 + 4 * 6 - 1
+    assert "100%" in seeds_table(kept.rows).data.split("\n")[2]
+    assert "V balanced" in changes_over_seeds(kept.rows).data
     assert rounding_evidence.main(["--seeds", "a"]) == 2
+
+
+def test_an_interval_over_runs_is_students():
+    found = over_runs([1.0, 2.0, 3.0])
+    assert half_width(found) == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert with_interval(found, 1) == "+2.0 [-0.5, +4.5]"
+    assert with_interval(over_runs([1.0]), 1) == "+1.0 (one run)"
