@@ -1,6 +1,7 @@
 """Words and tables of chapter 5, made from records of runs and from the archives.
 
-Measurements are in `book.sfa_rows` (crafted rows) and `book.sfa_heads` (captured heads).
+Measurements are in `book.sfa_rows` (crafted rows) and `book.sfa_heads` (captured heads), what all
+archives say together in `book.sfa_findings`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from IPython.display import Markdown
 
+from gpt2.config import difference
 from kernels.forensics import SignedMean
 
 from .chapter1 import FAILED
 from .evidence import Archive
-from .experiments import SWEEP_BETAS
+from .experiments import SWEEP_BETAS, Experiment
 from .sfa_rows import CARRIER_UNDERFLOW
 from .tables import half_width, markdown_table, number, over_runs, step_text
 
@@ -33,18 +35,27 @@ def ties_before_failure(row: Mapping) -> float | None:
     return max(seen) if seen else None
 
 
+def is_test(row: Mapping) -> bool:
+    """Whether a run of plain softmax makes its seed a test of SFA: it fails, with real ties."""
+    ties = ties_before_failure(row)
+    return row["kind"] in FAILED and ties is not None and ties > REAL_TIES
+
+
+def accepted(rows: Sequence[Mapping]) -> bool:
+    """Whether every seed of these records passes the test that was declared beforehand."""
+    plain = [row for row in rows if row["arm"] == "low"]
+    return bool(plain) and all(map(is_test, plain))
+
+
 def regime_table(rows: Sequence[Mapping]) -> Markdown:
-    """Whether the failing arm is a test of SFA: it fails, with real ties before it does."""
+    """Whether the failing arm is a test of SFA, seed by seed."""
     lines = []
     for row in rows:
-        if row["arm"] != "low":
-            continue
-        ties = ties_before_failure(row)
-        fits = row["kind"] in FAILED and ties is not None and ties > REAL_TIES
-        told = "accepted" if fits else "not accepted"
-        lines.append(
-            [row["seed"], step_text(row), "none" if ties is None else f"{ties:.0%}", told]
-        )
+        if row["arm"] == "low":
+            ties = ties_before_failure(row)
+            told = "accepted" if is_test(row) else "not accepted"
+            shown = "none" if ties is None else f"{ties:.0%}"
+            lines.append([row["seed"], step_text(row), shown, told])
     return markdown_table(["seed", "plain softmax", "ties before it", "as a test of SFA"], lines)
 
 
@@ -109,6 +120,28 @@ def loss_at(row: Mapping, step: int) -> float | None:
     return dict(zip(curve["step"], curve["value"])).get(step)
 
 
+def settings_table(settings: Sequence[Experiment], seed: int = 0) -> Markdown:
+    """In what the settings' runs differ from the first's, field by field."""
+    configs = {e.name: e.arm("low").config(e, seed) for e in settings}
+    first = next(iter(configs.values()))
+    names = dict.fromkeys(n for c in configs.values() for n in difference(first, c))
+    names = [n for n in names if n not in ("probes", "checkpoint_interval", "keep_checkpoints")]
+    lines = [[name, *(getattr(c, n) for n in names)] for name, c in configs.items()]
+    return markdown_table(["setting", *(f"`{n}`" for n in names)], lines)
+
+
+def fp32_runs(archive: Archive, failure: Archive | None) -> list[dict]:
+    """The archive's own runs with attention in fp32, else chapter 1's on the same text.
+
+    The latter are of setting `sfa` alone, whose plain runs are chapter 1's.
+    """
+    own = archive.arm("fp32")
+    if own or failure is None or archive.path.parent.name != "sfa":
+        return own
+    same = failure.provenance["corpus_sha256"] == archive.provenance["corpus_sha256"]
+    return failure.arm("fp32") if same else []
+
+
 def loss_differences(
     rows: Sequence[Mapping], reference: Sequence[Mapping]
 ) -> list[tuple[str, int, SignedMean]]:
@@ -150,60 +183,18 @@ def _interval(d: SignedMean) -> str:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def verdicts(kept: Mapping[str, Archive | None]) -> list[str]:
-    """One sentence per archived setting: what each arm did."""
-    told = []
-    for name, archive in kept.items():
-        if archive is None:
-            continue
-        parts = []
-        for arm in dict.fromkeys(row["arm"] for row in archive.rows):
-            mine = archive.arm(arm)
-            counts = {k: sum(r["kind"] == k for r in mine) for k in FAILED}
-            bad = [f"{n} {kind}" for kind, n in counts.items() if n]
-            parts.append(
-                f"{mine[0]['label']}: {' and '.join(bad) or 'none failed'} of {len(mine)}"
-            )
-        told.append(f"Archived, {name}: " + "; ".join(parts) + ".")
-    return told
-
-
-# Arms of the sweep that tell the sites apart.
-TELLING = (
-    "low",
-    "guarded",
-    "guarded_unnormalized_fp32",
-    "guarded_output_fp32",
-    "guarded_delta_fp32",
-    "guarded_rounded",
-    "fixed_0.28768",
-    "sfa2_delta_fp32",
-    "stochastic_both",
-    "clamped",
-)
-
-
-def telling_sentence(sweep: Archive) -> str:
-    """How many runs of each telling arm of the sweep failed, and when."""
-    parts = []
-    for name in TELLING:
-        mine = sweep.arm(name)
-        if mine:
-            bad = [r for r in mine if r["kind"] in FAILED]
-            steps = sorted(r["diverged_step"] or r["nonfinite_step"] for r in bad)
-            when = f" ({', '.join(f'{s:,}' for s in steps)})" if steps else ""
-            parts.append(f"{mine[0]['label']}: {len(bad)} of {len(mine)} failed{when}")
-    return "Archived sweep: " + "; ".join(parts) + "."
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def what_you_saw(
-    rows: Sequence[Mapping],
-    broken: Sequence[str],
-    kept: Mapping[str, Archive | None],
-    sweep: Archive | None = None,
+    rows: Sequence[Mapping], broken: Sequence[str], archived: Sequence[str]
 ) -> Markdown:
-    """The chapter's findings as a list, every number from a record."""
-    told = [f"{row['label'][:1].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
+    """The chapter's findings as a list, every number from a record.
+
+    broken: what ended the nonfinite runs. archived: sentences of `book.sfa_findings`.
+    """
+    told = [f"{capital(row['label'])}: {step_text(row)}." for row in rows]
     by = {row["arm"]: row for row in rows}
     sfa = [by[a] for a in ("sfa2", "sfa7", "guarded") if a in by]
     saved = [r["label"] for r in sfa if r["kind"] not in FAILED]
@@ -218,5 +209,5 @@ def what_you_saw(
     twin = by.get("delta_fp32")
     if twin is not None and twin["kind"] not in FAILED:
         told.append("The same forward pass with delta from an fp32 O did not fail.")
-    told += [*broken, *verdicts(kept), *([telling_sentence(sweep)] if sweep else [])]
+    told += [*broken, *archived]
     return Markdown("\n".join(f"- {sentence}" for sentence in told))

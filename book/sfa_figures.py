@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kernels.formats import FloatFormat, parse_format
 
@@ -91,7 +92,7 @@ def fates_figure(rows: Sequence[Mapping], steps: int | None = None) -> Figure:
     shown = set()
     for row in rows:
         kind = row["kind"] if row["kind"] in ("diverged", "nonfinite") else "no failure"
-        step = row["diverged_step"] or row["nonfinite_step"] or row["steps"]
+        step = _end(row)
         same = [r for r in rows if r["label"] == row["label"]]
         y = labels.index(row["label"]) + 0.12 * (same.index(row) - (len(same) - 1) / 2)
         colour = PALETTE[("diverged", "nonfinite", "no failure").index(kind)]
@@ -108,6 +109,55 @@ def fates_figure(rows: Sequence[Mapping], steps: int | None = None) -> Figure:
     axis.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
     figure.legend(loc="outside upper left", ncols=3)
     return figure
+
+
+@styled
+def map_figure(
+    series: Mapping[str, Sequence[tuple[float, Mapping]]],
+    plain: Sequence[Mapping],
+    *,
+    label: str,
+    logarithmic: bool = False,
+) -> Figure:
+    """Where runs ended against one parameter of SFA: a mark per run, its shape the way it ended.
+
+    series: variant -> (value of the parameter, record). plain: records of plain softmax, whose
+    ends are dotted lines. Runs that did not fail are open triangles at their last step.
+    """
+    figure, axis = subplots(height=3.4)
+    for place, (name, points) in enumerate(series.items()):
+        colour = PALETTE[place % len(PALETTE)]
+        ends = sorted((x, _end(row)) for x, row in points)
+        values = sorted({x for x, _ in ends})
+        means = [np.exp(np.mean([np.log(y) for x, y in ends if x == v])) for v in values]
+        axis.plot(
+            values, means, color=colour, linestyle=DASHES[place % 6], linewidth=1, label=name
+        )
+        for x, row in points:
+            fill = colour if row["kind"] in ("diverged", "nonfinite") else "none"
+            how = dict(color=colour, markerfacecolor=fill, markersize=7, linestyle="none")
+            axis.plot([x], [_end(row)], MARKS[row["kind"]], **how)
+    for row in plain:
+        axis.axhline(_end(row), color=INK, linewidth=0.8, linestyle=":")
+    values = sorted({x for points in series.values() for x, _ in points})
+    if logarithmic:
+        axis.set_xscale("log")
+    axis.set_xticks(values, [f"{v:g}" for v in values], rotation=60 if len(values) > 6 else 0)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set(xlabel=label, ylabel="step at which the run ended", yscale="log")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    kinds = {"x": "diverged", "s": "nonfinite", ">": "no failure"}
+    shown = [
+        Line2D([], [], color=INK, marker=m, linestyle="none", label=k) for m, k in kinds.items()
+    ]
+    shown[-1].set_markerfacecolor("none")
+    handles = [*axis.get_legend_handles_labels()[0], *shown]
+    figure.legend(handles=handles, loc="outside upper left", ncols=3)
+    return figure
+
+
+def _end(row: Mapping) -> int:
+    return row["diverged_step"] or row["nonfinite_step"] or row["steps"]
 
 
 @styled

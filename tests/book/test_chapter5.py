@@ -8,20 +8,36 @@ import pytest
 import torch
 
 from book.chapter5 import (
+    accepted,
+    fp32_runs,
     loss_differences,
     price_table,
     regime_table,
+    settings_table,
     sweep_table,
     ties_before_failure,
     what_you_saw,
 )
-from book.experiments import FAILURE, SFA, SFA_SETTINGS, SFA_SWEEP
+from book.evidence import Archive
+from book.experiments import FAILURE, LIVE_SFA, SFA, SFA_SETTINGS, SFA_SWEEP
 from book.sfa_figures import (
     fates_figure,
+    map_figure,
     parts_figure,
     scale_figure,
     scores_figure,
     weights_figure,
+)
+from book.sfa_findings import (
+    BETA_MAP,
+    EPS_MAP,
+    ONE_CHANGE,
+    against_paper,
+    map_points,
+    mean_ties,
+    site_findings,
+    site_table,
+    verdicts,
 )
 from book.sfa_heads import (
     PARTS,
@@ -185,6 +201,8 @@ def test_arms_of_chapter_one_are_shared_and_all_others_differ():
     for name in ("low", "delta_fp32"):
         identities = [e.arm(name).config(e, 3).identity() for e in (FAILURE, SFA, SFA_SWEEP)]
         assert identities[0] == identities[1] == identities[2]
+    fp32 = [e.arm("fp32").config(e, 3).identity() for e in (FAILURE, SFA)]
+    assert fp32[0] == fp32[1] and "fp32" not in LIVE_SFA
     for e in (*SFA_SETTINGS, SFA_SWEEP):
         keys = [json.dumps(a.config(e, 0).identity(), sort_keys=True) for a in e.arms]
         assert len(set(keys)) == len(keys)
@@ -215,6 +233,9 @@ def test_ties_count_only_before_the_trouble():
     assert ties_before_failure(a_row("low", "diverged", 200)) == 0.3
     table = regime_table([a_row("low", "diverged", 200), a_row("low", seed=1)]).data
     assert "not accepted" in table and table.count("accepted") == 2
+    assert accepted([a_row("low", "diverged", 200), a_row("sfa7", "nonfinite", 90)])
+    assert not accepted([a_row("low", "diverged", 200), a_row("low", seed=1)])
+    assert not accepted([a_row("sfa7", "nonfinite", 90)])
 
 
 def test_losses_are_compared_at_a_step_where_all_are_sound():
@@ -228,10 +249,71 @@ def test_losses_are_compared_at_a_step_where_all_are_sound():
 
 def test_words_tell_nonfinite_from_diverged():
     rows = [a_row("low", "diverged", 190, label="plain softmax"), a_row("sfa7", "nonfinite", 90)]
-    told = what_you_saw(rows, ["Lost."], {"sfa": None}).data
+    told = what_you_saw(rows, ["Lost."], verdicts({"sfa": None})).data
     assert "Plain softmax: diverged at 190" in told and "Sfa7: nonfinite at 90" in told
     assert "No stabilised run outlived" in told
     assert "| beta | sfa7 | nonfinite at 90 |" in sweep_table(rows, {"sfa7": "beta"}).data
+
+
+def an_archive(rows, tmp_path, name="sfa-sweep", corpus="a"):
+    return Archive(tmp_path / name / "x.json", {"corpus_sha256": [corpus]}, rows)
+
+
+def test_single_changes_are_told_with_their_standing(tmp_path):
+    rows = [a_row("low", "diverged", 190, seed=s, label="plain softmax") for s in (0, 1)]
+    rows += [a_row("delta_fp32", seed=s, label="delta") for s in (0, 1)]
+    rows += [a_row("low_output_fp32", "diverged", 90, seed=s, label="O") for s in (0, 1)]
+    sweep = an_archive(rows, tmp_path)
+    (told,) = site_findings(sweep)
+    assert "Plain softmax failed in 2 of 2" in told and "observed, 2 run(s) an arm" in told
+    assert "No run failed with: delta." in told and "Every run failed with: O (" in told
+    assert "| ... O | 2 of 2 | diverged at 90; diverged at 90 |" in site_table(sweep).data
+    arms = {name for names in ONE_CHANGE.values() for name in names}
+    assert (arms | set(ONE_CHANGE)) <= set(SFA_SWEEP.arm_names)
+
+
+def test_statements_are_contradicted_only_by_runs_that_failed(tmp_path):
+    plain = [a_row("low", "diverged", 1400), a_row("delta_fp32")]
+    sound = an_archive([*plain, a_row("sfa7"), a_row("guarded")], tmp_path)
+    assert against_paper({"sfa": sound}, an_archive([a_row("sfa7")], tmp_path)) == []
+    broken = an_archive([*plain, a_row("sfa7", "nonfinite", 90)], tmp_path)
+    sweep = [a_row("beta_4", "nonfinite", 90), a_row("stochastic_both", "diverged", 90)]
+    first, second, third = against_paper({"sfa": broken}, an_archive(sweep, tmp_path))
+    assert "1 of 1 seeds are a test: sfa7 1 of 1, delta_fp32 0 of 1" in first
+    assert "1 of 1 ended nonfinite" in second and "stochastic_both 1 of 1" in third
+
+
+def test_ties_are_compared_over_the_same_steps():
+    rows = [a_row("low", losses=(3, 2)), a_row("guarded", seed=1)]
+    assert mean_ties(rows, "low", until=150) == pytest.approx(0.6)
+    assert mean_ties(rows, "low", until=1000) is None
+
+
+def test_maps_have_every_value_of_their_parameter(tmp_path):
+    sweep = an_archive([a_row(name, "nonfinite", 90) for name in SFA_SWEEP.arm_names], tmp_path)
+    (points,) = map_points(sweep, BETA_MAP).values()
+    assert len(points) == 10 and min(x for x, _ in points) == pytest.approx(0.001)
+    for axis, log in ((BETA_MAP, True), (EPS_MAP, False)):
+        figure = map_figure(map_points(sweep, axis), sweep.arm("low"), label="x", logarithmic=log)
+        (axes,) = figure.axes
+        values = {v for arms in axis.values() for v in arms.values()}
+        assert len(axes.get_xticks()) == len(values)
+
+
+def test_fp32_runs_are_those_of_the_same_batches(tmp_path):
+    own = an_archive([a_row("fp32")], tmp_path, "sfa-muon")
+    none = an_archive([], tmp_path, "sfa-muon")
+    chapter1 = an_archive([a_row("fp32", seed=7)], tmp_path, "failure")
+    other = an_archive([a_row("fp32")], tmp_path, "failure", corpus="b")
+    assert fp32_runs(own, chapter1) == own.rows and fp32_runs(none, chapter1) == []
+    first = an_archive([], tmp_path, "sfa")
+    assert fp32_runs(first, chapter1) == chapter1.rows and fp32_runs(first, other) == []
+
+
+def test_settings_differ_where_the_table_says():
+    header, _, *lines = settings_table(SFA_SETTINGS).data.split("\n")
+    assert "`optimizer`" in header and "probes" not in header
+    assert len(lines) == len(SFA_SETTINGS) and lines[0].startswith("| sfa |")
 
 
 def test_price_compares_ours_with_ours_and_names_what_is_missing():
