@@ -25,20 +25,20 @@ BETAS = {"sfa2": 2.0, "sfa7": 7.0} | {f"beta_{b:g}": float(b) for b in SWEEP_BET
 REAL_TIES = 0.2  # share of tied rows that the worst head must pass before the failure
 
 
-def ties_before_failure(row: Mapping) -> float | None:
-    """Largest tie rate of the worst head up to the step where the trouble began."""
+def ties_before_failure(row: Mapping) -> tuple[float, float] | None:
+    """Mean and largest tie rate of the worst head up to the step where the trouble began."""
     curve = row["curves"].get("tie_rate")
     if curve is None:
         return None
     end = row["diverged_from"] or row["diverged_step"] or row["nonfinite_step"] or row["steps"]
     seen = [v for s, v in zip(curve["step"], curve["value"]) if s <= end and v is not None]
-    return max(seen) if seen else None
+    return (sum(seen) / len(seen), max(seen)) if seen else None
 
 
 def is_test(row: Mapping) -> bool:
     """Whether a run of plain softmax makes its seed a test of SFA: it fails, with real ties."""
     ties = ties_before_failure(row)
-    return row["kind"] in FAILED and ties is not None and ties > REAL_TIES
+    return row["kind"] in FAILED and ties is not None and ties[1] > REAL_TIES
 
 
 def accepted(rows: Sequence[Mapping]) -> bool:
@@ -54,9 +54,10 @@ def regime_table(rows: Sequence[Mapping]) -> Markdown:
         if row["arm"] == "low":
             ties = ties_before_failure(row)
             told = "accepted" if is_test(row) else "not accepted"
-            shown = "none" if ties is None else f"{ties:.0%}"
-            lines.append([row["seed"], step_text(row), shown, told])
-    return markdown_table(["seed", "plain softmax", "ties before it", "as a test of SFA"], lines)
+            shown = ["none"] * 2 if ties is None else [f"{x:.0%}" for x in ties]
+            lines.append([row["seed"], step_text(row), *shown, told])
+    header = ["seed", "plain softmax", "ties before it, mean", "largest", "as a test of SFA"]
+    return markdown_table(header, lines)
 
 
 def score_sentences(rows: Sequence[Mapping]) -> str:

@@ -18,6 +18,8 @@ from .evidence import Archive
 from .experiments import SWEEP_EPS
 from .tables import markdown_table, step_text
 
+SOUND = ("healthy", "stable")
+
 
 def verdicts(kept: Mapping[str, Archive | None]) -> list[str]:
     """One sentence per archived setting: what each arm did."""
@@ -28,7 +30,7 @@ def verdicts(kept: Mapping[str, Archive | None]) -> list[str]:
         parts = []
         for arm in dict.fromkeys(row["arm"] for row in archive.rows):
             mine = archive.arm(arm)
-            counts = {k: sum(r["kind"] == k for r in mine) for k in FAILED}
+            counts = {k: sum(r["kind"] == k for r in mine) for k in (*FAILED, "onset")}
             bad = [f"{n} {kind}" for kind, n in counts.items() if n]
             parts.append(
                 f"{mine[0]['label']}: {' and '.join(bad) or 'none failed'} of {len(mine)}"
@@ -87,20 +89,25 @@ def site_table(sweep: Archive) -> Markdown:
 
 
 def site_findings(sweep: Archive) -> list[str]:
-    """In words: which single changes saved all runs of a softmax that fails, and which none."""
+    """In words: which single changes saved all runs of a softmax that fails, and which none.
+
+    Saved: neither failure nor onset.
+    """
     told = []
     for base, changes in ONE_CHANGE.items():
         plain = sweep.arm(base)
         if not plain or not _failed(plain):
             continue
         found = {name: sweep.arm(name) for name in changes if sweep.arm(name)}
-        saved = [rows[0]["label"] for rows in found.values() if not _failed(rows)]
-        lost = [rows[0]["label"] for rows in found.values() if _failed(rows) == len(rows)]
+        saved = [rows for rows in found.values() if all(r["kind"] in SOUND for r in rows)]
+        lost = [rows for rows in found.values() if _failed(rows) == len(rows)]
+        others = [rows for rows in found.values() if rows not in saved and rows not in lost]
         least = min(len(rows) for rows in (plain, *found.values()))
         standing = "verdict" if least >= VERDICT_RUNS else f"observed, {least} run(s) an arm"
         told.append(
             f"{capital(plain[0]['label'])} failed in {_failed(plain)} of {len(plain)} runs. "
-            f"No run failed with: {_listed(saved)}. Every run failed with: {_listed(lost)} "
+            f"Every run was saved by: {_labels(saved)}. No run was saved by: {_labels(lost)}. "
+            f"Some failed, or showed an onset without failing, under: {_labels(others)} "
             f"({standing})."
         )
     return told
@@ -110,8 +117,8 @@ def _failed(rows: Sequence[Mapping]) -> int:
     return sum(row["kind"] in FAILED for row in rows)
 
 
-def _listed(words: Sequence[str]) -> str:
-    return "; ".join(words) if words else "none of them"
+def _labels(arms: Sequence[Sequence[Mapping]]) -> str:
+    return "; ".join(rows[0]["label"] for rows in arms) or "none of them"
 
 
 # -- the paper's statements -----------------------------------------------------------------------

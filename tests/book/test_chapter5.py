@@ -230,7 +230,7 @@ def a_row(arm, kind="stable", step=None, seed=0, losses=(3.0, 2.0), label=None):
 
 
 def test_ties_count_only_before_the_trouble():
-    assert ties_before_failure(a_row("low", "diverged", 200)) == 0.3
+    assert ties_before_failure(a_row("low", "diverged", 200)) == pytest.approx((0.2, 0.3))
     table = regime_table([a_row("low", "diverged", 200), a_row("low", seed=1)]).data
     assert "not accepted" in table and table.count("accepted") == 2
     assert accepted([a_row("low", "diverged", 200), a_row("sfa7", "nonfinite", 90)])
@@ -263,10 +263,12 @@ def test_single_changes_are_told_with_their_standing(tmp_path):
     rows = [a_row("low", "diverged", 190, seed=s, label="plain softmax") for s in (0, 1)]
     rows += [a_row("delta_fp32", seed=s, label="delta") for s in (0, 1)]
     rows += [a_row("low_output_fp32", "diverged", 90, seed=s, label="O") for s in (0, 1)]
+    rows += [a_row("stochastic_both", "onset", seed=s, label="both") for s in (0, 1)]
+    rows = [row | {"onset_step": 50} for row in rows]
     sweep = an_archive(rows, tmp_path)
     (told,) = site_findings(sweep)
     assert "Plain softmax failed in 2 of 2" in told and "observed, 2 run(s) an arm" in told
-    assert "No run failed with: delta." in told and "Every run failed with: O (" in told
+    assert "saved by: delta. No run was saved by: O. Some" in told and "under: both (" in told
     assert "| ... O | 2 of 2 | diverged at 90; diverged at 90 |" in site_table(sweep).data
     arms = {name for names in ONE_CHANGE.values() for name in names}
     assert (arms | set(ONE_CHANGE)) <= set(SFA_SWEEP.arm_names)
