@@ -35,7 +35,9 @@ from gpt2.train import train_many
 from . import ROOT
 from .experiments import EXPERIMENTS, Arm, Experiment
 from .forks import plan_fork
+from .gpu_experiments import BUILDERS
 from .records import collect
+from .regimes import get_recipe
 
 RESULTS = ROOT / "book" / "results"
 
@@ -230,6 +232,7 @@ def write_archive(
     preset: str,
     folder: Path = RESULTS,
     commit: str | None = None,
+    command: str | None = None,
 ) -> Path:
     """Write the archive of an experiment; the name says machine and date."""
     ended = sum(run.ended for run in runs.values())
@@ -238,7 +241,7 @@ def write_archive(
         "question": experiment.question,
         "complete": ended >= len(experiment.arms) * len(experiment.seeds),
     }
-    command = f"python -m book.evidence {experiment.name} --preset {preset}"
+    command = command or f"python -m book.evidence {experiment.name} --preset {preset}"
     rows = collect(experiment, runs)
     return save_archive(told, rows, runs.values(), preset, command, folder, commit)
 
@@ -301,8 +304,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("names", nargs="*", metavar="EXPERIMENT", help="which (default: all, in order)")
     p.add_argument("--list", action="store_true", help="say what there is and what it asks")
     p.add_argument("--preset", help="another preset than the experiment's own")
+    p.add_argument("--recipe", help="in this recipe of book.regimes, such as tiny")
     p.add_argument("--seeds", help="only these, such as 0,1,2")
     p.add_argument("--arms", help="only these arms, separated by commas")
+    p.add_argument("--stop_at", type=int, metavar="STEP", help="pause runs from scratch there")
     p.add_argument("--partial", action="store_true", help="archive runs that were cut short, too")
     add_machine_arguments(p)
     return p
@@ -333,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parser().parse_args(argv)
     try:
-        chosen = [_experiment(name) for name in args.names] or list(EXPERIMENTS.values())
+        chosen = _experiments(args.names, args.recipe)
         seeds = None if args.seeds is None else [int(s) for s in args.seeds.split(",")]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -359,7 +364,13 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
     start, code = time.monotonic(), 0
     try:
         print(f"{experiment.name}: {experiment.question}", flush=True)
-        run_experiment(experiment, workers=args.workers, devices=args.devices, **common)
+        run_experiment(
+            experiment,
+            workers=args.workers,
+            devices=args.devices,
+            stop_at=args.stop_at,
+            **common,
+        )
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         code = 130
@@ -372,7 +383,11 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
     runs = ended_runs(experiment, partial=args.partial, **common)
     if runs:
         preset = args.preset or experiment.preset
-        path = write_archive(experiment, runs, preset, Path(args.results), args.commit)
+        command = None
+        if args.recipe:
+            name = experiment.name.removesuffix(f"-{args.recipe}")
+            command = f"python -m book.evidence {name} --recipe {args.recipe}"
+        path = write_archive(experiment, runs, preset, Path(args.results), args.commit, command)
         for row in collect(experiment, runs):
             step = row["diverged_step"] or row["nonfinite_step"] or row["steps"]
             print(f"  {row['label']:40} seed {row['seed']}: {row['kind']} {step}", flush=True)
@@ -380,12 +395,18 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
     return code
 
 
-def _experiment(name: str) -> Experiment:
-    if name not in EXPERIMENTS:
-        near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown experiment {name!r}{hint} There are {', '.join(EXPERIMENTS)}")
-    return EXPERIMENTS[name]
+def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:
+    """The named experiments, or all; of a recipe those that any regime can have."""
+    known = EXPERIMENTS if recipe is None else BUILDERS
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
+            raise ValueError(f"unknown experiment {name!r}{hint} There are {', '.join(known)}")
+    if recipe is not None:
+        get_recipe(recipe)
+        return [BUILDERS[name](recipe) for name in names or BUILDERS]
+    return [EXPERIMENTS[name] for name in names or EXPERIMENTS]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from gpt2.config import RunConfig, make_config
 from kernels.numerics import ScopedNumerics
 
+from .regimes import LOW, REGIMES, Regime, regime
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -70,37 +72,39 @@ class Experiment:
         return [arm.name for arm in self.arms]
 
 
-# The book's failing regime without a GPU: the paper's low precision with every bf16 site cut to
-# 2 fraction bits. Scores are rounded as well, so rows do tie.
-LOW = "paper,matched_bits=2"
-# A run that others fork from keeps its states; this is no part of its identity.
-FORKABLE = (("checkpoint_interval", 250), ("keep_checkpoints", 24))
 # The other dial: everything in fp32 but O_bar and O. No score is rounded, so hardly any row ties.
 LOW_OUTPUT = "exact,output_bits=2"
 
 
-def _failure(name: str, low: str, question: str) -> Experiment:
+def in_regime(name: str, low: str, question: str, how: Regime) -> Experiment:
     """The failing arm, its twin that differs in the O of delta alone, and attention in fp32."""
     return Experiment(
         name=name,
         question=question,
         chapter=1,
-        base=(("max_steps", 4_500),),
+        preset=how.preset,
+        base=how.base,
         failing="low",
         twin="delta_fp32",  # the fp32 arm rounds no score, so its ties are no measure of ties
         arms=(
-            Arm("low", low, "low precision", changes=FORKABLE),
+            Arm("low", low, "low precision", changes=how.forkable),
             Arm("delta_fp32", f"{low},delta_output=fp32", "delta from an fp32 O"),
             Arm("fp32", "exact", "attention in fp32"),
         ),
     )
 
 
-FAILURE = _failure(
-    "failure", LOW, "Does a smaller bf16 fail where its twin with delta from an fp32 O does not?"
+FAILURE = in_regime(
+    "failure",
+    LOW,
+    "Does a smaller bf16 fail where its twin with delta from an fp32 O does not?",
+    REGIMES["cpu"],
 )
-FAILURE_OUTPUT = _failure(
-    "failure-output", LOW_OUTPUT, "The same with O_bar and O alone in low precision?"
+FAILURE_OUTPUT = in_regime(
+    "failure-output",
+    LOW_OUTPUT,
+    "The same with O_bar and O alone in low precision?",
+    REGIMES["cpu"],
 )
 
 
@@ -109,10 +113,11 @@ def failure(preset: str = "cpu") -> Experiment:
     if preset == "cpu":
         return FAILURE
     question = "Does bf16 fail where its twin with delta from an fp32 O does not?"
-    return replace(_failure(f"failure-{preset}", "paper", question), preset=preset, base=())
+    how = Regime("paper", make_config(preset).max_steps, preset=preset)
+    return in_regime(f"failure-{preset}", how.low, question, how)
 
 
-def _dial(name: str, numerics: str, bits: tuple[int, ...]) -> tuple[Arm, ...]:
+def dial_arms(name: str, numerics: str, bits: tuple[int, ...]) -> tuple[Arm, ...]:
     return tuple(Arm(f"{name}{b}", numerics.format(b), f"{name} dial, {b} bits") for b in bits)
 
 
@@ -122,8 +127,8 @@ DIALS = Experiment(
     chapter=1,
     base=FAILURE.base,  # so that the arms at 2 bits are the failing runs above
     seeds=(0, 1, 2),
-    arms=_dial("output", "exact,output_bits={}", (1, 2, 3, 4))
-    + _dial("matched", "paper,matched_bits={}", (1, 2, 3, 4)),
+    arms=dial_arms("output", "exact,output_bits={}", (1, 2, 3, 4))
+    + dial_arms("matched", "paper,matched_bits={}", (1, 2, 3, 4)),
 )
 
 
@@ -132,8 +137,8 @@ def dials(preset: str = "cpu") -> Experiment:
     if preset == "cpu":
         return DIALS
     bits = (3, 4, 5, 6, 7)
-    arms = _dial("output", "paper,output_bits={}", bits)
-    arms += _dial("matched", "paper,matched_bits={}", bits)
+    arms = dial_arms("output", "paper,output_bits={}", bits)
+    arms += dial_arms("matched", "paper,matched_bits={}", bits)
     return replace(DIALS, name=f"dials-{preset}", preset=preset, base=(), arms=arms)
 
 
@@ -146,24 +151,6 @@ LIVE_DIAL_BITS = {"cpu": (2, 3)}
 # -- chapter 2: isolation -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Regime:
-    """How a preset is made to fail, and which part of that run the forks of chapter 2 see.
-
-    low: numerics that fail. steps: most steps of the failing run. at: where forks start, a step or
-    a share of the steps that it took to fail, before its onset. until: where they end, a share.
-    """
-
-    low: str
-    steps: int
-    at: int | float = 0.25
-    until: float = 1.5
-
-
-REGIMES = {
-    "cpu": Regime(LOW, dict(FAILURE.base)["max_steps"], at=250),
-    "mini": Regime("paper,output_bits=4", 6_000),
-}
 LIVE_ISOLATION = ("same", "exact", "delta_fp32", "delta_dP_P", "only_L0", "only_L1")
 SITES = {
     "inputs": "Q, K, V and dO",
@@ -183,26 +170,26 @@ def isolation(
     at, until: as in `Regime`, whose values are the defaults. A preset without a regime of
     its own uses `paper`. Interventions that come to the same numbers are one arm (`Arm.also`).
     """
-    config = make_config(preset)
-    regime = REGIMES.get(preset, Regime("paper", config.max_steps))
-    regime = replace(regime, at=at or regime.at, until=until or regime.until)
-    parent = Arm("low", regime.low, "low precision", changes=FORKABLE, group="failing run")
+    how = regime(preset)
+    how = replace(how, at=at or how.at, until=until or how.until)
+    config = how.config
+    parent = Arm("low", how.low, "low precision", changes=how.forkable, group="failing run")
     forks = [
-        Arm(name, attention, label, at=regime.at, group=group)
-        for group, name, attention, label in _interventions(regime.low, config)
+        Arm(name, attention, label, at=how.at, group=group)
+        for group, name, attention, label in _interventions(how.low, config)
     ]
     return Experiment(
         name="isolation" if preset == "cpu" else f"isolation-{preset}",
         question="Which single change, made before anything shows, prevents the failure?",
         chapter=2,
-        preset=preset,
-        base=(("max_steps", regime.steps),),
+        preset=how.preset,
+        base=how.base,
         failing="low",
         twin="delta_fp32",
         parent="low",
-        until=regime.until,
+        until=how.until,
         heads=("spectral_norm_q", "tie_rate"),
-        arms=(parent, *_distinct(forks, config)),
+        arms=(parent, *distinct(forks, config)),
     )
 
 
@@ -239,7 +226,7 @@ def _interventions(low: str, config: RunConfig) -> Iterable[tuple[str, str, str,
     yield "heads", "heads_sham", f"{low}; {{sham}} -> exact", "as many other heads in fp32 (sham)"
 
 
-def _distinct(arms: Iterable[Arm], config: RunConfig) -> list[Arm]:
+def distinct(arms: Iterable[Arm], config: RunConfig) -> list[Arm]:
     """Arms with different numbers in some layer or head; the first of equals names the others."""
     found: dict[object, Arm] = {}
     for arm in arms:
@@ -294,25 +281,24 @@ def errors(preset: str = "cpu", *, forked: bool = False, until: float | None = N
     forked: from the step at which chapter 2's forks start, before the onset, up to `until` (as in
     `Regime`), else from the start, where an intervention also shapes what it acts on.
     """
-    config = make_config(preset)
-    regime = REGIMES.get(preset, Regime("paper", config.max_steps))
-    at = regime.at if forked else None
-    low = Arm("low", regime.low, "low precision", changes=FORKABLE, group="failing run")
+    how = regime(preset)
+    at = how.at if forked else None
+    low = Arm("low", how.low, "low precision", changes=how.forkable, group="failing run")
     arms = [
         Arm(name, attention, label, at=at, group=group)
-        for group, name, attention, label in _error_interventions(regime.low, preset)
+        for group, name, attention, label in _error_interventions(how.low, preset)
     ]
     name = "errors-forked" if forked else "errors"
     return Experiment(
         name=name if preset == "cpu" else f"{name}-{preset}",
         question="Bias, size or coherence: which property of the error of delta does it take?",
         chapter=3,
-        preset=preset,
-        base=(("max_steps", regime.steps),),
+        preset=how.preset,
+        base=how.base,
         failing="low",
         twin="delta_fp32",
         parent="low" if forked else None,
-        until=(until or regime.until) if forked else None,
+        until=(until or how.until) if forked else None,
         arms=(low, *arms),
     )
 

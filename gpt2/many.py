@@ -26,7 +26,7 @@ POLL_S = 0.2
 STOP_S = 30.0  # for a worker to save after it was asked to stop
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A run asked of a `Pool`. error: why its worker could not even begin the run's folder."""
 

@@ -1,0 +1,338 @@
+"""Search for a recipe in which bf16 itself fails within minutes: `python -m book.recipes`.
+
+Each recipe of `book.regimes` is tried with its low-precision arm and seed 0 first. As soon as one
+diverges, by the rules of `gpt2.outcomes`, its twin with delta from an fp32 O is trained on the
+same batches to 1.5 times the steps; then PyTorch's own attention as a witness; then more seeds of
+both. A twin that diverges as well ends the confirmation: that failure is not delta's.
+
+What to run next is decided from the run store alone, so the same command continues. Every try is
+archived in `book/results/recipes`, whatever came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.many import Job, Pool
+from gpt2.outcomes import HEALTHY_FACTOR, Outcome, series
+from gpt2.runs import Run, RunStore
+
+from .evidence import add_machine_arguments, machine_name, provenance, save_archive, time_limit
+from .experiments import Experiment
+from .gpu_experiments import failure
+from .records import collect
+from .regimes import RECIPES, Regime, get_recipe
+
+SEEDS = (0, 1, 2, 3, 4)
+QUESTION = "In which recipes does bf16 itself fail, and how soon?"
+SAVE_S = 60.0  # between archives written on the way
+TELL_S = 30.0  # between lines of progress
+
+Key = tuple[str, str, int]  # recipe, arm, seed
+
+
+@dataclass(frozen=True)
+class Try:
+    """One run of the search: to be stopped after `steps`. stage: 0 is most urgent."""
+
+    recipe: str
+    arm: str
+    seed: int
+    steps: int
+    stage: int
+
+    @property
+    def key(self) -> Key:
+        return self.recipe, self.arm, self.seed
+
+
+TWIN, WITNESS, SEED, SEED_TWIN, FIRST = range(5)
+
+
+def wanted(
+    recipes: Mapping[str, Regime], known: Mapping[Key, Outcome], seeds: Sequence[int] = SEEDS
+) -> list[Try]:
+    """Every try that the outcomes so far ask for, most urgent first; known ones among them.
+
+    Among equals the recipe whose first failure came after the fewest steps goes first.
+    """
+    first = [Try(name, "low", seeds[0], how.most, FIRST) for name, how in recipes.items()]
+    diverged = [t for t in first if t.key in known and known[t.key].kind == "diverged"]
+    diverged.sort(key=lambda t: known[t.key].failed_step)
+    more = [t for f in diverged for t in _confirmation(f, recipes[f.recipe], known, seeds)]
+    return [*sorted(more, key=lambda t: t.stage), *first]
+
+
+def _confirmation(
+    first: Try, how: Regime, known: Mapping[Key, Outcome], seeds: Sequence[int]
+) -> Iterator[Try]:
+    name = first.recipe
+    steps = _outliving(known[first.key])
+    twin = Try(name, "delta_fp32", first.seed, steps, TWIN)
+    yield twin
+    if twin.key in known and known[twin.key].failed:
+        return
+    yield Try(name, "sdpa", first.seed, steps, WITNESS)
+    for seed in seeds[1:]:
+        low = Try(name, "low", seed, how.most, SEED)
+        yield low
+        if low.key in known and known[low.key].kind == "diverged":
+            yield Try(name, "delta_fp32", seed, _outliving(known[low.key]), SEED_TWIN)
+
+
+def _outliving(failing: Outcome) -> int:
+    """Updates after which a run without a sign is healthy by the declared rule."""
+    return math.ceil(HEALTHY_FACTOR * failing.failed_step) + 1
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Search:
+    """The state of one call: jobs by key, and the outcomes of those that are done."""
+
+    recipes: Mapping[str, Regime]
+    pool: Pool
+    seeds: Sequence[int] = SEEDS
+    reserve: int = 0  # workers that first tries leave to confirmations
+    jobs: dict[Key, Job] = field(default_factory=dict)
+    known: dict[Key, Outcome] = field(default_factory=dict)
+    lost: dict[Key, str] = field(default_factory=dict)  # why a try cannot be had
+    read: dict[Path, Run] = field(default_factory=dict)  # each keeps the metrics it has parsed
+
+    def experiment(self, recipe: str) -> Experiment:
+        return failure(recipe, self.recipes[recipe])
+
+    def run_of(self, key: Key) -> Run:
+        path = self.jobs[key].path
+        return self.read.setdefault(path, Run(path))
+
+    def job(self, asked: Try) -> Job:
+        experiment = self.experiment(asked.recipe)
+        config = experiment.arm(asked.arm).config(experiment, asked.seed)
+        return self.pool.job(config, max_steps=asked.steps, progress=False)
+
+    def next(self) -> Try | None:
+        """The most urgent try that neither runs nor is done; None where none may start now.
+
+        A run that an earlier call has done is taken as known on the way.
+        """
+        running = [key for key, job in self.jobs.items() if job in self.pool.running]
+        firsts = sum(arm == "low" and seed == self.seeds[0] for _, arm, seed in running)
+        for asked in wanted(self.recipes, self.known, self.seeds):
+            if asked.key in self.known or asked.key in self.lost or asked.key in running:
+                continue
+            if asked.stage == FIRST and firsts >= self.pool.workers - self.reserve:
+                continue
+            try:
+                job = self.jobs[asked.key] = self.job(asked)
+            except (ValueError, OSError) as error:
+                self.lost[asked.key] = str(error)
+                print(f"{_words(asked.key)}: {error}", file=sys.stderr, flush=True)
+                continue
+            if job.done:
+                self.known[asked.key] = self.run_of(asked.key).outcome
+                return self.next()
+            return asked
+        return None
+
+    def start(self) -> None:
+        """Start what may start."""
+        while self.pool.free and (asked := self.next()):
+            self.pool.start(self.jobs[asked.key])
+
+    def settle(self) -> list[Key]:
+        """Wait a moment; note how runs ended and return their keys."""
+        ended = self.pool.ended()
+        keys = [key for key, job in self.jobs.items() if job in ended]
+        for key in keys:
+            job = self.jobs[key]
+            if job.done:
+                self.known[key] = self.run_of(key).outcome
+            else:
+                self.lost[key] = job.error or Run(job.path).message
+        return keys
+
+    def run(self, save=lambda: None) -> None:
+        """Until nothing is left to try. save: called every SAVE_S seconds when runs have ended."""
+        saved = told = time.monotonic()
+        unsaved = False
+        self.start()
+        while self.pool.running:
+            for key in self.settle():
+                unsaved = True
+                print(self.sentence(key), flush=True)
+            self.start()
+            now = time.monotonic()
+            if now - told >= TELL_S:
+                told = now
+                print(self.progress(), flush=True)
+            if unsaved and now - saved >= SAVE_S:
+                saved, unsaved = now, False
+                save()
+
+    def sentence(self, key: Key) -> str:
+        if key in self.lost:
+            return f"{_words(key)}: could not be had: {self.lost[key]}"
+        run = self.run_of(key)
+        cost = run.state["duration_s"] / 60
+        speed = steps_per_s(run)
+        told = "" if speed is None else f"{speed:.0f} steps/s, "
+        return f"{_words(key)}: {self.known[key]} ({told}{cost:.1f} min)"
+
+    def progress(self) -> str:
+        """'running: tiny low 0 at 1,200/120,000; ...'"""
+        parts = [
+            f"{_words(key)} at {job.state()}"
+            for key, job in self.jobs.items()
+            if job in self.pool.running
+        ]
+        return f"running: {'; '.join(parts)}"
+
+    def runs(self) -> dict[str, dict[tuple[str, int], Run]]:
+        """recipe -> (arm, seed) -> run, of all tries that began, however they ended."""
+        out: dict[str, dict] = {}
+        for (recipe, arm, seed), job in self.jobs.items():
+            if (job.path / "status.json").exists():
+                out.setdefault(recipe, {})[arm, seed] = self.run_of((recipe, arm, seed))
+        return out
+
+
+def _words(key: Key) -> str:
+    recipe, arm, seed = key
+    return f"{recipe} {arm} seed {seed}"
+
+
+def steps_per_s(run: Run) -> float | None:
+    """Median over the run of its training speed, without evaluation, probes and compilation."""
+    _, speeds = series(run.metrics(), "tokens_per_s")
+    return float(np.median(speeds)) / run.config.tokens_per_step if len(speeds) else None
+
+
+# -- archives -------------------------------------------------------------------------------------
+
+
+def rows_of(search: Search, recipe: str, runs: Mapping[tuple[str, int], Run]) -> list[dict]:
+    """Records of a recipe's tries (`book.records.record`), with what the search adds to them."""
+    rows = collect(search.experiment(recipe), dict(runs))
+    for row in rows:
+        run, key = runs[row["arm"], row["seed"]], (recipe, row["arm"], row["seed"])
+        speed = steps_per_s(run)
+        row |= {
+            "recipe": recipe,
+            "steps_asked": search.jobs[key].max_steps,
+            "steps_per_s": None if speed is None else round(speed, 1),
+            "minutes": round((row["seconds"] or 0.0) / 60, 2),
+            "message": run.message,
+            "code": run.info["environment"].get("code"),
+        }
+    return rows
+
+
+def save(search: Search, folder: Path, commit: str | None = None) -> list[Path]:
+    """One archive for each preset that recipes start from; rows of other runs in it are kept."""
+    runs = search.runs()
+    paths = []
+    for preset in dict.fromkeys(search.recipes[name].preset for name in runs):
+        names = [name for name in runs if search.recipes[name].preset == preset]
+        mine = [run for name in names for run in runs[name].values()]
+        rows = [row for name in names for row in rows_of(search, name, runs[name])]
+        told = {
+            "experiment": "recipes",
+            "question": QUESTION,
+            "complete": all(key in search.known for key in search.jobs if key[0] in names),
+            "recipes": {name: _told(search.recipes[name]) for name in names},
+        }
+        command = "python -m book.recipes --recipes " + ",".join(names)
+        rows, told = _with_earlier(rows, told, mine, preset, folder)
+        paths.append(save_archive(told, rows, mine, preset, command, folder, commit))
+    return paths
+
+
+def _told(how: Regime) -> dict:
+    return {
+        "preset": how.preset,
+        "low": how.low,
+        "steps": how.steps,
+        "changes": dict(how.changes),
+    }
+
+
+def _with_earlier(rows, told, runs, preset: str, folder: Path) -> tuple[list[dict], dict]:
+    """Add what today's archive of this machine holds of runs that this store does not."""
+    source = provenance(runs, preset, "")
+    path = folder / "recipes" / f"{machine_name(source)}-{preset}-{source['date']}.json"
+    if not path.exists():
+        return rows, told
+    earlier = json.loads(path.read_text())
+    mine = {row["run"] for row in rows}
+    kept = [row for row in earlier["rows"] if row["run"] not in mine]
+    return [*kept, *rows], told | {"recipes": earlier.get("recipes", {}) | told["recipes"]}
+
+
+# -- command line ---------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m book.recipes",
+        description="Try recipes in which bf16 itself may fail; confirm those that do; archive "
+        "every try. The same command again continues.",
+    )
+    p.add_argument("--recipes", help="only these, separated by commas (default: all)")
+    p.add_argument("--list", action="store_true", help="say what each recipe is")
+    p.add_argument("--seeds", default="0,1,2,3,4", help="the first is tried first (0,1,2,3,4)")
+    p.add_argument(
+        "--reserve", type=int, help="workers kept for confirmations (a quarter of them)"
+    )
+    add_machine_arguments(p)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 nothing left to try, 2 bad input, 130 stopped. Archived in either case."""
+    args = parser().parse_args(argv)
+    try:
+        names = [n.strip() for n in args.recipes.split(",")] if args.recipes else list(RECIPES)
+        recipes = {name: get_recipe(name) for name in names}
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        where = dict(workers=args.workers, devices=args.devices, cache_dir=args.data)
+        pool = Pool(RunStore(args.store), **where)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        for name, how in recipes.items():
+            told = ", ".join(f"{k}={v}" for k, v in how.changes)
+            print(f"{name}: {how.preset}, {how.low}, at most {how.most:,} steps; {told}")
+        return 0
+    reserve = args.workers // 4 if args.reserve is None else args.reserve
+    search = Search(recipes, pool, seeds, reserve)
+
+    def archive() -> list[Path]:
+        return save(search, Path(args.results), args.commit)
+
+    code = 0
+    try:
+        with time_limit(args.minutes), pool:
+            search.run(archive)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        code = 130
+    for path in archive():
+        print(path)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
