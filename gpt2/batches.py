@@ -76,9 +76,12 @@ class BatchIndex:
         Equal digests mean equal batches of the same shape on a split of the same length.
         """
         order = range(steps) if isinstance(steps, int) else steps
+        return self._digest(self.starts(step) for step in order)
+
+    def _digest(self, rows: Iterable[np.ndarray]) -> str:
         sha = hashlib.sha256(f"{self.n_tokens} {self.block_size} {self.batch_size}".encode())
-        for step in order:
-            sha.update(self.starts(step).astype("<i8").tobytes())
+        for row in rows:
+            sha.update(row.astype("<i8").tobytes())
         return sha.hexdigest()
 
     def save(self, folder, steps: int) -> str:
@@ -89,9 +92,9 @@ class BatchIndex:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         dtype = np.uint32 if self.n_windows <= 2**32 else np.uint64
-        table = np.stack([self.starts(s) for s in range(steps)] or [np.zeros(self.batch_size)])
-        table = table[:steps].astype(dtype)
-        digest = self.digest(steps)
+        rows = [self.starts(s) for s in range(steps)]
+        table = np.stack(rows or [np.zeros(self.batch_size)])[:steps].astype(dtype)
+        digest = self._digest(rows)
         write_atomically(folder / "starts.npy", lambda f: np.save(f, table))
         spec = {k: v for k, v in asdict(self).items() if k != "recorded"}
         write_json(folder / "index.json", {**spec, "steps": steps, "digest": digest})

@@ -1,9 +1,9 @@
 """Training throughput: `python -m gpt2.bench` prints tokens/s, MFU and peak memory, one table.
 
 Each row trains a preset's model on synthetic tokens with one attention implementation: forward,
-backward, clipping and update, as `gpt2.loop` does them, compiled where it compiles. The first few
-steps (compilation) are not timed. Times come from the device's own events, so that timing adds no
-sync.
+backward, clipping and update, as `gpt2.step` does them, compiled and launched as a CUDA graph
+where that works (`--set cuda_graph=off` for without). The first few steps (compilation, capture)
+are not timed. Times come from the device's own events, so that timing adds no sync.
 
     python -m gpt2.bench --json throughput.json
     python -m gpt2.bench --presets gpt2s --implementations flash,paper --limit-s 120
@@ -170,12 +170,12 @@ def table_line(row: dict) -> str:
     return (
         f"{row['preset']:8} {row['implementation']:16} {row['tokens_per_s']:>12,.0f} "
         f"{hardware.mfu_text(row['mfu']):>8} {memory:>10} {row['step_ms']['p50']:>10.1f} "
-        f"{row['processes']:>5}"
+        f"{row['processes']:>5} {'yes' if row['cuda_graph'] else 'no':>5}"
     )
 
 
 HEAD = f"{'preset':8} {'attention':16} {'tokens/s':>12} {'MFU':>8} {'memory':>10} "
-HEAD += f"{'step ms':>10} {'procs':>5}"
+HEAD += f"{'step ms':>10} {'procs':>5} {'graph':>5}"
 
 
 def bench(presets, implementations, *, limit_s: float, overrides: dict, say=None) -> dict:

@@ -12,6 +12,7 @@ anyway, and checkpoints, probes and evaluation read them between two replays.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -84,6 +85,7 @@ class StepGraph:
             with torch.cuda.stream(side):  # also brings `current` back if the capture breaks
                 warm_up(self.x, self.y, self.seed)
                 current.wait_stream(side)
+                gc.collect()  # an earlier run's graph must not be found dead during the capture
                 self.graph = torch.cuda.CUDAGraph()
                 # Other threads may go on meanwhile: one of them pins batches (`gpt2.feed`).
                 with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):

@@ -56,15 +56,20 @@ class Feed:
         first = step - step % STARTS
         if self._block is None or self._block[0] != first:
             rows = [self.index.starts(s)[self.rows] for s in range(first, first + STARTS)]
-            self._block = (first, torch.from_numpy(np.stack(rows)).to(self.device))
+            self._block = (first, self._send(torch.from_numpy(np.stack(rows))))
         return self._block[1][step - first]
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
         starts = self.index.starts(step)[self.rows]
         x, y = self.corpus.batch("train", starts, self.block_size)
-        if self.device.type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
-        return x, y
+        return self._pinned(x), self._pinned(y)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        """On the device, without waiting; PyTorch keeps pinned memory until the copy is done."""
+        return self._pinned(tensor).to(self.device, non_blocking=True)
 
     def _read_ahead(self, step: int) -> tuple[Tensor, Tensor]:
         for old in [s for s in self._ahead if not step <= s < step + AHEAD]:

@@ -299,6 +299,7 @@ class Trainer(Stepper):
         return hardware.flops_per_token(n, c.n_layer, c.n_head, c.head_dim, c.block_size)
 
     def close(self) -> None:
+        self.graph = None  # and the memory that it holds
         self.feed.close()
         if self.writer:
             self.writer.close()

@@ -126,8 +126,9 @@ class Probes:
         return bool(self._names(step)) or any(c.due(step) for c in self.captures)
 
     def _names(self, step: int) -> list[str]:
-        names = [n for n, kind in REGISTRY.items() if kind.cost == "cheap"]
-        names = names if step % self.interval == 0 else []
+        names = []
+        if step % self.interval == 0:
+            names = [n for n, kind in REGISTRY.items() if kind.cost == "cheap"]
         return names + [s.name for s in self.dear if s.due(step, self.interval)]
 
     def before_update(self, ctx: ProbeContext) -> dict:
