@@ -260,3 +260,17 @@ def test_the_fp32_shape_of_the_cpu_preset_is_captured_too(place):
     _, expected = stepped(place, cuda_graph="off", **options)
     _, found = stepped(place, cuda_graph="on", **options)
     assert torch.equal(found, expected)
+
+
+@gpu
+def test_a_capture_that_breaks_on_the_gpu_leaves_training_unharmed(place, monkeypatch):
+    """Last, because PyTorch may not forget a broken capture's memory pool."""
+
+    def broken(work, *rest):
+        return cuda_graph.StepGraph(lambda *batch: work(*batch).sum().item(), *rest)
+
+    _, expected = stepped(place, steps=6, attention="flash", cuda_graph="off")
+    monkeypatch.setattr(step, "StepGraph", broken)
+    with pytest.warns(UserWarning, match="cuda_graph is off"):
+        t, found = stepped(place, steps=6, attention="flash")
+    assert t.graph is None and torch.equal(found, expected)
