@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from IPython.display import Markdown
 
+from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import DeltaMeasurement, RoundingTrace, SignedMean
 
 from .captions import Provenance, caption
@@ -123,6 +124,34 @@ def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
             lines.append([f"{arm}: {name}", *told])
     header = ["head", "bias of O (ulp)", "mean error of δ (rms)", "off zero by 2 errors"]
     return markdown_table(header, lines)
+
+
+def seeds_findings(records: Sequence[Mapping]) -> list[str]:
+    """Per version: is the error of delta biased over runs, and what do ties have to do with it."""
+    told = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine = [r for r in records if r["arm"] == arm]
+        bias = over_runs([r["mean"][0] for r in mine])
+        tied = over_runs([r["parts"]["tied"]["adds"][0] for r in mine])
+        rows = over_runs([r["parts"]["tied"]["rows"] / r["rows"] for r in mine]).mean
+        energy = over_runs([r["parts"]["tied"]["energy"] for r in mine]).mean
+        stored = over_runs([r["changed"]["as captured"]["bias"][0] for r in mine])
+        standing = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
+        told.append(
+            f"**{arm[:1].upper()}{arm[1:]}**, {len(mine)} runs ({standing}): the mean error of δ "
+            f"is {with_interval(bias)} of its rms, {_off(bias)}; tied rows add "
+            f"{with_interval(tied)} to it. They are {rows:.0%} of the rows and carry {energy:.0%} "
+            f"of the squares. The stored O errs by {with_interval(stored, 4)} ulp, {_off(stored)}."
+        )
+    return told
+
+
+def _off(found: SignedMean) -> str:
+    """Whether the interval of a mean over runs leaves out zero."""
+    half = half_width(found)
+    if not half >= 0:
+        return "one run, no interval over runs"
+    return "off zero" if abs(found.mean) > half else "not off zero"
 
 
 # -- the summary ----------------------------------------------------------------------------------

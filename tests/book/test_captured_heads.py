@@ -24,6 +24,7 @@ from book.rounding_words import (
     changes_over_seeds,
     moments_in_words,
     parts_over_seeds,
+    seeds_findings,
     seeds_table,
     trace_page,
     what_you_saw,
@@ -103,17 +104,18 @@ def test_tied_rows_are_counted_and_carry_the_whole_bias(series):
     delta = delta_error(head, numerics="paper", sites=False)
     assert delta.mean.z < -10  # away from zero, V negative, dO positive
     lines = {line[0]: line for line in attribution(head, "paper", delta)}
-    assert lines["tied rows"][3].startswith("100%") or lines["tied rows"][3].startswith("9")
-    assert float(lines["tied rows"][5].split()[0]) > 0.15
+    assert lines["tied rows"][4].startswith("100%") or lines["tied rows"][4].startswith("9")
+    assert lines["tied rows"][3] != lines["tied rows"][2]  # a tenth of the rows is not tied
+    assert float(lines["tied rows"][6].split()[0]) > 0.15
     assert lines["absorbing rows"][1] == "0"
-    assert lines["rounding at `unnormalized`"][5] == "-"
+    assert lines["rounding at `unnormalized`"][6] == "-"
 
 
 def test_shares_are_withheld_where_the_sum_is_not_off_zero(series):
     head = series[0].head
     delta = delta_error(head, numerics=stochastic("paper"), sites=False, seed=3)
     if abs(delta.mean.z) < 2:
-        assert attribution(head, "paper", delta)[1][3] == "-"
+        assert attribution(head, "paper", delta)[1][4] == "-"
     assert standardised(series[:1]).square().mean() == pytest.approx(1.0)
 
 
@@ -216,6 +218,9 @@ def test_records_are_plain_json_and_draw(series, tmp_path, monkeypatch):
     assert parts_over_seeds(kept.rows).data.count("\n") == 2 + 4 * 6 - 1
     assert "100%" in seeds_table(kept.rows).data.split("\n")[2]
     assert "V balanced" in changes_over_seeds(kept.rows).data
+    as_trained, *_, unbiased = seeds_findings(kept.rows)
+    assert "2 runs (observed)" in as_trained and "-0.0000" not in as_trained
+    assert "stochastic" in unbiased
     assert rounding_evidence.main(["--seeds", "a"]) == 2
 
 
