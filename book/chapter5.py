@@ -86,29 +86,46 @@ def sweep_table(rows: Sequence[Mapping], groups: Mapping[str, str]) -> Markdown:
 # -- price ----------------------------------------------------------------------------------------
 
 
-def price_table(rows: Sequence[Mapping], direction: str = "forward") -> Markdown:
-    """Milliseconds of ours and PyTorch's, and what SFA adds to our plain kernel, per shape."""
-    found: dict[tuple, dict[str, Mapping]] = {}
+def by_shape(rows: Sequence[Mapping], direction: str) -> dict[tuple, dict[str, float]]:
+    """(causal, width, keys) -> implementation -> median milliseconds, from bench records."""
+    found: dict[tuple, dict[str, float]] = {}
     for row in rows:
         if row["direction"] == direction and "error" not in row:
             shape = (row["causal"], row["head_dim"], row["seq_len"])
-            found.setdefault(shape, {})[row["implementation"]] = row
+            found.setdefault(shape, {})[row["implementation"]] = row["ms_p50"]
+    return dict(sorted(found.items()))
+
+
+def price_table(rows: Sequence[Mapping], direction: str = "forward") -> Markdown:
+    """Milliseconds of ours and of SDPA's fastest backend, and what SFA adds, per shape."""
     lines = []
-    for (causal, width, length), by in sorted(found.items()):
-        ms = {name: row["ms_p50"] for name, row in by.items()}
-        theirs = min((v for k, v in ms.items() if not k.startswith("ours")), default=None)
+    for (causal, width, length), ms in by_shape(rows, direction).items():
+        sdpa = min((v for k, v in ms.items() if k.startswith("sdpa")), default=None)
         lines.append(
             [
                 f"{'causal' if causal else 'full'}, {width}, {length:,}",
                 *(number(ms.get(k)) for k in ("ours-flash", "ours-paper", "ours-stabilized")),
+                number(sdpa),
                 _ratio(ms.get("ours-stabilized"), ms.get("ours-paper")),
                 _ratio(ms.get("ours-stabilized-tiled"), ms.get("ours-flash")),
-                number(theirs),
+                _ratio(ms.get("ours-stabilized"), sdpa),
             ]
         )
-    header = ["shape (mask, width, keys)", "flash, ms", "paper, ms", "SFA, ms"]
-    header += ["SFA / paper", "SFA per tile / flash", "PyTorch's best, ms"]
+    header = ["shape (mask, width, keys)", "flash, ms", "paper, ms", "SFA, ms", "SDPA, ms"]
+    header += ["SFA / paper", "SFA per tile / flash", "SFA / SDPA"]
     return markdown_table(header, lines)
+
+
+def sfa_cost(rows: Sequence[Mapping]) -> str:
+    """What SFA adds to the time of the plain kernel, over shapes, in words."""
+    told = []
+    for direction in ("forward", "backward"):
+        shapes = by_shape(rows, direction).values()
+        pairs = [(ms.get("ours-stabilized"), ms.get("ours-paper")) for ms in shapes]
+        extra = [100 * (a / b - 1) for a, b in pairs if a and b]
+        if extra:
+            told.append(f"{min(extra):+.0f} to {max(extra):+.0f} % {direction}")
+    return ", ".join(told) or "not measured"
 
 
 def _ratio(a: float | None, b: float | None) -> str:

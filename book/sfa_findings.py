@@ -121,6 +121,56 @@ def _labels(arms: Sequence[Sequence[Mapping]]) -> str:
     return "; ".join(rows[0]["label"] for rows in arms) or "none of them"
 
 
+# Arm of the sweep, the switch, what it costs ("" is SFA's price), and what it is meant against.
+SWITCHES = (
+    (
+        "low_unnormalized_fp32",
+        "$\\bar O$ in fp32 (`unnormalized=fp32`)",
+        "none: flash attention does it already",
+        "one-sided rounding of $\\bar O$",
+    ),
+    (
+        "guarded_rounded",
+        "guarded SFA, row sum of rounded weights (`row_sum_source=rounded`)",
+        "",
+        "ties, without the error of scale of moved maxima",
+    ),
+    (
+        "delta_fp32",
+        "$\\delta$ from an fp32 $O$ (`delta_output=fp32`)",
+        "one more output, 4 bytes per element of $O$",
+        "both roundings of $O$, by whatever cause; forward unchanged",
+    ),
+    (
+        "guarded",
+        "guarded SFA (`softmax=guarded`)",
+        "",
+        "ties, where the format has bits enough",
+    ),
+    (
+        "sfa2",
+        "SFA as published (`softmax=stabilized,beta=2`)",
+        ", and a bound on scores",
+        "the same, until scores pass the bound",
+    ),
+)
+
+
+def switch_table(sweep: Archive | None, price: str) -> Markdown:
+    """The switches with their cost and how they fared in the archived runs of the sweep.
+
+    price: what SFA costs, as `chapter5.sfa_cost` says it.
+    """
+    lines = []
+    for arm, switch, cost, purpose in SWITCHES:
+        mine = sweep.arm(arm) if sweep else []
+        cost = f"{price}{cost}" if arm in ("guarded", "guarded_rounded", "sfa2") else cost
+        ends = "; ".join(step_text(row) for row in mine) or "not run"
+        lines.append([switch, cost, purpose, ends])
+    header = ["switch", "cost", "meant against", "at 2 bits here, seed by seed"]
+    return markdown_table(header, lines)
+
+
 # -- the paper's statements -----------------------------------------------------------------------
 
 # What the paper's account implies, and the arms of the sweep that would not fail if it were all.

@@ -14,6 +14,7 @@ from book.chapter5 import (
     price_table,
     regime_table,
     settings_table,
+    sfa_cost,
     sweep_table,
     ties_before_failure,
     what_you_saw,
@@ -32,11 +33,13 @@ from book.sfa_findings import (
     BETA_MAP,
     EPS_MAP,
     ONE_CHANGE,
+    SWITCHES,
     against_paper,
     map_points,
     mean_ties,
     site_findings,
     site_table,
+    switch_table,
     verdicts,
 )
 from book.sfa_heads import (
@@ -324,9 +327,19 @@ def test_price_compares_ours_with_ours_and_names_what_is_missing():
                     implementation=name, ms_p50=ms)  # fmt: skip
 
     rows = [bench("ours-paper", 2.0), bench("ours-stabilized", 2.2), bench("sdpa-flash", 1.0)]
+    rows.append(bench("flex", 0.5))
     rows.append(bench("flex", 0.1) | {"error": "none here"})
     table = price_table(rows).data
-    assert "1.100" in table and "| 1.000 |" in table and "none" in table
+    assert "1.100" in table and "| 1.000 |" in table and "| 2.200 |" in table and "none" in table
+    assert sfa_cost(rows) == "+10 to +10 % forward" and sfa_cost([]) == "not measured"
+
+
+def test_switches_are_arms_of_the_sweep_and_bear_their_price(tmp_path):
+    assert {arm for arm, *_ in SWITCHES} <= set(SFA_SWEEP.arm_names)
+    table = switch_table(an_archive([a_row("sfa2", "nonfinite", 90)], tmp_path), "+10 %").data
+    published = table.split("\n")[-1]
+    assert "+10 %, and a bound on scores" in published and "nonfinite at 90" in published
+    assert table.count("not run") == len(SWITCHES) - 1
 
 
 def test_figures_draw_one_mark_per_run_and_one_bound_per_beta():
