@@ -212,16 +212,26 @@ def stepped(place, steps=30, **changes):
     return t, torch.tensor([[float(p[1]), float(p[2])] for p in t._pending])
 
 
+MIXED = f"flash; L1H0 -> {STOCHASTIC}"
+CASES = [  # attention, optimiser, micro-batch of 16 sequences, compile
+    ("flash", "adamw", 16, "auto"),
+    ("flash", "adamw", 8, "off"),
+    ("paper", "adamw", 8, "auto"),
+    ("paper", "adamw", 16, "off"),
+    (STOCHASTIC, "adamw", 16, "auto"),
+    (STOCHASTIC, "adamw", 8, "off"),
+    (MIXED, "adamw", 16, "off"),
+    ("flash", "muon", 16, "off"),
+    ("paper", "muon", 8, "auto"),
+]
+
+
 @gpu
-@pytest.mark.parametrize("micro", [16, 8])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(
-    "attention", ["flash", "paper", STOCHASTIC, f"flash; L1H0 -> {STOCHASTIC}"]
-)
-def test_thirty_steps_by_a_graph_move_no_bit(place, attention, optimizer, micro):
+@pytest.mark.parametrize("attention, optimizer, micro, compiled", CASES)
+def test_thirty_steps_by_a_graph_move_no_bit(place, attention, optimizer, micro, compiled):
     options = dict(attention=attention, optimizer=optimizer, micro_batch_size=micro)
-    plain, expected = stepped(place, cuda_graph="off", **options)
-    t, found = stepped(place, cuda_graph="on", **options)
+    plain, expected = stepped(place, cuda_graph="off", compile=compiled, **options)
+    t, found = stepped(place, cuda_graph="on", compile=compiled, **options)
     assert plain.graph is None and t.graph.replays == 29 * (16 // micro)
     assert torch.equal(found, expected)
     for (name, a), b in zip(t.model.named_parameters(), plain.model.parameters()):
@@ -232,7 +242,7 @@ def test_thirty_steps_by_a_graph_move_no_bit(place, attention, optimizer, micro)
 
 @gpu
 def test_a_graph_draws_anew_in_every_step(place):
-    t, _ = stepped(place, steps=3, attention=STOCHASTIC, cuda_graph="on")
+    t, _ = stepped(place, 3, attention=STOCHASTIC, cuda_graph="on", compile="off")
     x, y = t.feed.batch(3)
     t.optimizers.set_rate(0.0)  # the weights stay, so that only the seed tells the losses apart
     first, again, other = (float(t.graph(x, y, seed)[0]) for seed in (5, 5, 6))
@@ -240,12 +250,15 @@ def test_a_graph_draws_anew_in_every_step(place):
 
 
 @gpu
-@pytest.mark.parametrize("micro", [16, 8])
-@pytest.mark.parametrize("attention", ["flash", "paper", STOCHASTIC])
-def test_runs_with_probes_evaluation_and_resume_are_equal(place, attention, micro):
+@pytest.mark.parametrize(
+    "attention, micro, compiled",
+    [("flash", 16, "auto"), ("flash", 8, "off"), ("paper", 8, "off"), (STOCHASTIC, 16, "off")],
+)
+def test_runs_with_probes_evaluation_and_resume_are_equal(place, attention, micro, compiled):
     dear = "delta_error@5,weight_gradient_error@5,update@5,update_error@5"
     probes = f"spectral_norm_q,tie_rate,{dear}"
-    options = MODEL | dict(attention=attention, micro_batch_size=micro, probes=probes)
+    options = dict(attention=attention, micro_batch_size=micro, probes=probes)
+    options |= MODEL | dict(compile=compiled)
     name = f"{attention}-{micro}".replace(":", "")
     plain = go(place, f"plain-{name}", device="cuda", cuda_graph="off", **options)
     whole = go(place, f"whole-{name}", device="cuda", cuda_graph="on", **options)
@@ -269,8 +282,9 @@ def test_a_capture_that_breaks_on_the_gpu_leaves_training_unharmed(place, monkey
     def broken(work, *rest):
         return cuda_graph.StepGraph(lambda *batch: work(*batch).sum().item(), *rest)
 
-    _, expected = stepped(place, steps=6, attention="flash", cuda_graph="off")
+    options = dict(steps=6, attention="flash", compile="off")
+    _, expected = stepped(place, cuda_graph="off", **options)
     monkeypatch.setattr(step, "StepGraph", broken)
     with pytest.warns(UserWarning, match="cuda_graph is off"):
-        t, found = stepped(place, steps=6, attention="flash")
+        t, found = stepped(place, **options)
     assert t.graph is None and torch.equal(found, expected)
