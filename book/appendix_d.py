@@ -239,6 +239,18 @@ def summary_rows(found: Mapping[str, Mapping[str, list]], text: str) -> list[lis
     return lines
 
 
+def cosine_words(found: Mapping[str, Mapping[str, list]]) -> str:
+    """How similar the columns of the terms of two rows are, over all heads, in a sentence."""
+    columns = np.array(next(iter(found.values()))["column_cosine"])
+    layer, head = divmod(int(columns.argmax()), columns.shape[1])
+    return (
+        f"The mean cosine between a column of one row's term and that of another is "
+        f"{np.median(columns):+.2f} in the median head and {columns.max():+.2f} at most (layer "
+        f"{layer}, head {head}); it is above 0.5 in {int((columns > 0.5).sum())} of "
+        f"{columns.size} heads."
+    )
+
+
 HEADER = [
     "text",
     "attention",

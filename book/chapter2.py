@@ -19,22 +19,14 @@ from kernels.numerics import ScopedNumerics
 from .evidence import Archive
 from .experiments import Experiment
 from .forks import fork_end, fork_step
-from .isolation_figures import FAILED, by_arm, head_values, layer_means, worst_layer
+from .isolation_figures import layer_means, worst_layer
 from .records import head_curves, judge
-from .tables import markdown_table, number, step_text
+from .tables import markdown_table
 
-# What section 3.2 of the paper reports for GPT-2 small with bf16 flash attention; its layers 1 to
-# 12 are our 0 to 11, so its second layer is layer 1 here. True: training failed.
-PAPER = {
-    "no change": True,
-    "no tiling": True,
-    "low precision in layer 1 only": True,
-    "fp32 in layer 1 only": False,
-    "delta from dP and P": False,
-    "delta from an O in fp32": False,
-    "O_bar and O in fp32": False,
-    "the outlier heads in fp32": False,
-}
+
+def no_archive(name: str) -> Markdown:
+    """What stands in the place of a figure whose archive is not there."""
+    return Markdown(f"*No archive for this preset yet; `python -m book.{name}` makes one.*")
 
 
 # -- what is run ----------------------------------------------------------------------------------
@@ -204,157 +196,30 @@ def _first_sign(row: Mapping) -> int:
 def layer_findings(rows: Sequence[Mapping], names: Sequence[str], before: int) -> Markdown:
     """Mean over heads of each metric per layer at the last common step up to `before`.
 
-    The last column says in how many of the runs the larger value is that of the layer named.
+    The last columns say in how many of the runs the larger value is that of the layer named, and
+    in how many it is that of the layer in which the run's norm grew most in the end.
     """
     lines, layers = [], 0
+    grew = np.array([worst_layer(row) for row in rows])
     for name in names:
         steps, means = layer_means(rows, name, before)
         last = means[:, -1, :]
         layers = last.shape[1]
-        top = np.bincount(np.nanargmax(last, axis=1), minlength=layers)
+        largest = np.nanargmax(last, axis=1)
+        top = np.bincount(largest, minlength=layers)
         told = f"layer {int(top.argmax())} in {int(top.max())} of {len(last)}"
         values = [f"{x:.3g}" for x in np.nanmean(last, axis=0)]
         lines.append([f"`{name}`", f"{steps[-1]:,}", *values, told])
+        lines[-1].append(f"{int((largest == grew).sum())} of {len(last)}")
     header = ["metric", "step", *(f"layer {i}" for i in range(layers)), "largest in"]
-    return markdown_table(header, lines)
+    return markdown_table([*header, "... which is the layer that grew most later"], lines)
 
 
-# -- against the paper ----------------------------------------------------------------------------
-
-
-def paper_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markdown:
-    """The paper's interventions beside ours: failed or not, and whether the two agree."""
-    lines = [
-        [label, _word(paper), ours, agreement]
-        for label, paper, ours, agreement in paper_comparison(experiment, rows)
-    ]
-    return markdown_table(["intervention", "in the paper", "here", "agreement"], lines)
-
-
-def paper_comparison(
-    experiment: Experiment, rows: Sequence[Mapping]
-) -> list[tuple[str, bool, str, str]]:
-    """(label, the paper failed, what happened here, agreement) of every intervention in PAPER."""
-    arms = by_arm(rows)
-    names = {label: a.name for a in experiment.arms for label in (a.label, *a.also)}
-    if "the outlier heads in fp32" not in names:  # small models have one outlier head
-        names["the outlier heads in fp32"] = "heads_outliers"
-    out = []
-    for label, paper in PAPER.items():
-        mine = arms.get(names.get(label, ""), [])
-        failed = sum(row["kind"] in FAILED for row in mine)
-        if not mine:
-            out.append((label, paper, "not run", "-"))
-            continue
-        signs = sum(row["kind"] == "onset" for row in mine)
-        word = _agreement(paper, failed, signs, len(mine))
-        more = f", {signs} more with an onset" if signs else ""
-        out.append((label, paper, f"{failed} of {len(mine)} failed{more}", word))
-    return out
-
-
-def _agreement(paper_failed: bool, failed: int, signs: int, runs: int) -> str:
-    """Between the paper's outcome and ours; an onset without failure is neither."""
-    if (failed == runs) if paper_failed else (failed + signs == 0):
-        return "agrees"
-    if (failed + signs == 0) if paper_failed else (failed == runs):
-        return "**differs**"
-    return "mixed"
-
-
-def no_archive(name: str) -> Markdown:
-    """What stands in the place of a figure whose archive is not there."""
-    return Markdown(f"*No archive for this preset yet; `python -m book.{name}` makes one.*")
-
-
-def _word(failed: bool) -> str:
-    return "fails" if failed else "stable"
-
-
-# -- what you saw ---------------------------------------------------------------------------------
-
-
-def what_you_saw(
-    experiment: Experiment, rows: Sequence[Mapping], kept: Archive | None, trace: Trace
-) -> Markdown:
-    """The chapter's findings as a list, every number from a record."""
-    told = [f"{_sentence(row)}." for row in rows]
-    told.append(f"The search over layers. {search_words(trace)}")
-    parent = [row for row in rows if row["arm"] == experiment.parent]
-    if parent and parent[0]["heads"].get("spectral_norm_q"):
-        _, values = head_values(parent[0], "spectral_norm_q")
-        layer = worst_layer(parent[0])
-        told.append(
-            f"The largest spectral norm of the failing run, {number(np.nanmax(values), 1)}, "
-            f"was reached in layer {layer} of layers 0 to {values.shape[1] - 1}."
-        )
-    told += cost_of_living(rows if kept is None else kept.rows)
-    if kept is not None:
-        told += archive_findings(kept.rows)
-    compared = paper_comparison(experiment, rows if kept is None else kept.rows)
-    other = [label for label, _, _, word in compared if word in ("**differs**", "mixed")]
-    told.append(
-        f"Not as in the paper: {'; '.join(other)}."
-        if other
-        else "Every intervention that was run here ended as the paper's did."
+def grew_words(rows: Sequence[Mapping]) -> str:
+    """In which layer the largest norm of each run was reached, as 'layer 1 in 4 of 5 runs'."""
+    counts = np.bincount([worst_layer(row) for row in rows])
+    return ", ".join(
+        f"layer {layer} in {count} of {len(rows)} runs"
+        for layer, count in enumerate(counts)
+        if count
     )
-    return Markdown("\n".join(f"- {sentence}" for sentence in told))
-
-
-def _sentence(row: Mapping) -> str:
-    loss = row["held_out_loss"]
-    end = "" if loss is None or row["kind"] in FAILED else f", held-out loss {number(loss)} nats"
-    return f"{row['label'][:1].upper()}{row['label'][1:]}: {step_text(row)}{end}"
-
-
-def cost_of_living(rows: Sequence[Mapping]) -> list[str]:
-    """How much worse than fp32 the forks are that live on in low precision, in held-out loss."""
-    exact = {r["seed"]: r["held_out_loss"] for r in rows if r["arm"] == "exact"}
-    costs = {
-        mine[0]["label"]: float(
-            np.mean([r["held_out_loss"] - exact[r["seed"]] for r in mine if r["seed"] in exact])
-        )
-        for name, mine in by_arm(rows).items()
-        if name != "exact" and exact and all(r["kind"] in ("healthy", "stable") for r in mine)
-    }
-    if not costs:
-        return []
-    least, most = min(costs, key=costs.get), max(costs, key=costs.get)
-    return [
-        "Not failing is not the same as doing well. Measured from everything in fp32, the forks "
-        f"that lived end between {number(costs[least])} ({least}) and {number(costs[most])} nats "
-        f"({most}) higher."
-    ]
-
-
-def archive_findings(rows: Sequence[Mapping]) -> list[str]:
-    """Which interventions always, never and sometimes prevented the failure, over all seeds."""
-    always, never, some = [], [], []
-    for mine in by_arm(rows).values():
-        failed = sum(row["kind"] in FAILED for row in mine)
-        label = mine[0]["label"]
-        if failed == 0:
-            always.append(label)
-        elif failed == len(mine):
-            never.append(label)
-        else:
-            some.append(f"{label} ({failed} of {len(mine)} failed)")
-    seeds = len({row["seed"] for row in rows})
-    several = "seed" if seeds == 1 else "seeds"
-    groups = (("no run failed with", always), ("every run failed with", never))
-    groups += (("some failed with", some),)
-    return [
-        f"Archived, {seeds} {several}: {words}: {', '.join(found)}."
-        for words, found in groups
-        if found
-    ]
-
-
-def shorter(rows: Sequence[Mapping]) -> str:
-    """'no change: diverged at 2,038; ...' for descriptions of figures with several seeds."""
-    told = []
-    for mine in by_arm(rows).values():
-        failed = sum(row["kind"] in FAILED for row in mine)
-        ended = step_text(mine[0]) if len(mine) == 1 else f"{failed} of {len(mine)} failed"
-        told.append(f"{mine[0]['label']}: {ended}")
-    return "; ".join(told) + "."

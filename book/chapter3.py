@@ -8,41 +8,21 @@ import numpy as np
 import torch
 from IPython.display import Markdown
 
-from gpt2.fork import identical_losses, parent_state
-from gpt2.outcomes import VERDICT_RUNS
+from gpt2.fork import parent_state
 from gpt2.train import train_many
 
-from .captions import archived
 from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
+from .error_findings import SAID, answers
 from .evidence import Archive, run_experiment
 from .experiments import INJECTED, Experiment
 from .forks import plan_fork
-from .isolation_figures import FAILED, by_arm, head_values
+from .isolation_figures import by_arm, head_values
 from .tables import markdown_table, number, step_text
+from .verdicts import counted, tested, untested_words
 
 _MIDDLE = torch.tensor([0.025, 0.975], dtype=torch.float64)
 Moments = Mapping[tuple[int, int], Sequence[Moment]]
-
-# What each intervention keeps of the failing run's error e, in words.
-KEEPS = {
-    "low": "e as it is",
-    "sham": "e as it is",
-    "delta_fp32": "nothing",
-    "mirror": "size and row; sign turned",
-    "random_sign": "size and row; no sign",
-    "centred": "all but the mean of each head",
-    "all_positive": "size and row; sign always +",
-    "all_negative": "size and row; sign always -",
-    "shuffled": "mean and sizes; not the row",
-    "injected": "mean and rms of one step; nothing else",
-    "injected_10": "ten times those",
-    "own_direction": "all in dQ; nothing in dK",
-    "dK_alone": "all in dK; nothing in dQ",
-    "random_direction": "size, sign and row in dQ; not the direction",
-    "leading_direction": "size, sign and row in dQ; one shared direction",
-    "fixed_direction": "size, sign and row in dQ; one direction for all",
-}
 
 
 def head_name(place: tuple[int, int]) -> str:
@@ -182,153 +162,40 @@ def moments_table(moments: Moments, preset: str, step: int) -> Markdown:
     return markdown_table(header, lines)
 
 
-# -- section 5: interventions ---------------------------------------------------------------------
-
-
-def intervention_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markdown:
-    """Who diverged, and when: an arm a line, with what it keeps of the error."""
-    lines = []
-    for name, mine in by_arm(rows).items():
-        steps = failed_steps(mine)
-        told = ", ".join(f"{s:,}" for s in steps) if steps else "none"
-        lines.append(
-            [
-                experiment.arm(name).group,
-                mine[0]["label"],
-                KEEPS.get(name, ""),
-                f"{len(steps)} of {len(mine)}",
-                told,
-                f"{min(r['steps'] for r in mine):,}",
-            ]
-        )
-    header = ["kind", "intervention", "what is kept", "failed", "at steps", "shortest run"]
-    return markdown_table(header, lines)
-
-
-def source(kept: Archive):
-    """Provenance of an archive for captions; says so where arms or seeds are missing."""
-    return archived(kept.provenance, note=None if kept.complete else "not complete")
-
-
-def failed_steps(rows: Sequence[Mapping]) -> list[int]:
-    """Steps at which these records failed, ascending."""
-    return sorted(r["diverged_step"] or r["nonfinite_step"] for r in rows if r["kind"] in FAILED)
-
-
-def sham_words(runs: Mapping, experiment: Experiment, seed: int) -> Markdown:
-    """Whether the sham repeats the failing run bit for bit."""
-    parent, sham = runs["low", seed], runs["sham", seed]
-    same = identical_losses(parent, sham)
-    word = "the failing run's, bit for bit" if same else "**not** the failing run's"
-    return Markdown(f"The losses of the sham are {word}. It ended: {sham.outcome}.")
-
-
-def answers(rows: Sequence[Mapping]) -> list[str]:
-    """What the outcomes say about sign, bias, row and direction; nothing that they do not."""
-    arms = by_arm(rows)
-    low = arms.get("low", [])
-    if not low or not failed_steps(low):
-        return ["The failing run did not fail here, so the interventions decide nothing."]
-    told = [_count("The error as it is", low)]
-    for name, words in (
-        ("mirror", "Every sign turned"),
-        ("random_sign", "Random signs"),
-        ("centred", "Without its mean"),
-        ("all_positive", "Every error positive"),
-        ("all_negative", "Every error negative"),
-        ("shuffled", "The errors of other rows"),
-        ("injected", "Independent errors of the same mean and rms"),
-        ("injected_10", "Ten times as large"),
-        ("own_direction", "The error in $dQ$ alone"),
-        ("dK_alone", "The error in $dK$ alone"),
-        ("random_direction", "In random directions"),
-        ("leading_direction", "All along the shared direction"),
-        ("fixed_direction", "All along one random direction"),
-    ):
-        if name in arms:
-            told.append(_count(words, arms[name]))
-    return [*told, " ".join(_verdicts(arms))]
-
-
-def _count(words: str, rows: Sequence[Mapping]) -> str:
-    steps = failed_steps(rows)
-    when = "" if not steps else f", at {', '.join(f'{s:,}' for s in steps)}"
-    return f"{words}: {len(steps)} of {len(rows)} failed{when}."
-
-
-def _verdicts(arms: Mapping[str, Sequence[Mapping]]) -> list[str]:
-    def share(name: str) -> float | None:
-        return len(failed_steps(arms[name])) / len(arms[name]) if name in arms else None
-
-    runs = min(len(arms[name]) for name in ("low", "random_sign", "centred") if name in arms)
-    standing = "Verdict" if runs >= VERDICT_RUNS else f"Observed, {runs} run(s) an arm"
-    low, told = share("low"), [f"{standing}:"]
-    size = share("random_sign")
-    if size is not None and size < low:
-        told.append(
-            "Errors of the same size in the same rows failed less often without their signs, so "
-            "size alone is not what it takes."
-        )
-    elif size is not None:
-        told.append("Errors of the same size with random signs failed as often: size is enough.")
-    centred = share("centred")
-    if centred is not None:
-        word = "did not prevent" if centred >= low else "prevented or made rarer"
-        told.append(f"Taking off each head's mean, its bias within a batch, {word} the failure.")
-    shuffled = share("shuffled")
-    if shuffled is not None:
-        told.append(
-            "Given to other rows, the same errors fail too: they need not belong to their rows."
-            if shuffled >= low
-            else "Given to other rows, the same errors fail less often."
-        )
-    own, random = share("own_direction"), share("random_direction")
-    if own is not None and random is not None and own > 0:
-        word = "rarer" if random < own else "no rarer"
-        told.append(f"With the error in $dQ$ alone, spreading its directions made failure {word}.")
-    elif own is not None:
-        told.append(
-            "The error in $dQ$ alone did not fail, so the arms that turn its direction in $dQ$ "
-            "cannot say what direction does."
-        )
-    keys = share("dK_alone")
-    if own is not None and keys is not None:
-        told.append(_gradient_words(own, keys))
-    return told
-
-
-def _gradient_words(own: float, keys: float) -> str:
-    """What the arms that send the error into one gradient alone say together."""
-    if own and keys:
-        return "Either of $dQ$ and $dK$ is enough to carry the error to the failure."
-    if own or keys:
-        enough, not_enough = ("$dQ$", "$dK$") if own else ("$dK$", "$dQ$")
-        return f"The error fails by way of {enough}: in {not_enough} alone it does not."
-    return "The error fails in neither of $dQ$ and $dK$ alone: it takes both."
-
-
 # -- the end --------------------------------------------------------------------------------------
 
 
 def drift_words(rows: Sequence[Mapping]) -> str:
-    """How many heads of how many runs left their sign-flip band at the end of the run."""
-    out = total = 0
+    """How many heads are outside their sign-flip band, before the onset and at the end.
+
+    A run without an onset counts with its last step in both.
+    """
+    out, last, total = 0, 0, 0
     for row in rows:
-        _, sums = head_values(row, "delta_error_mean:sum")
+        steps, sums = head_values(row, "delta_error_mean:sum")
         _, band = head_values(row, "delta_error_mean:band")
-        out += int((np.abs(sums[-1]) > 1.96 * band[-1]).sum())
+        outside = np.abs(sums) > 1.96 * band
+        onset = row["onset_step"]
+        before = len(steps) if onset is None else max(1, int((steps < onset).sum()))
+        out, last = out + int(outside[before - 1].sum()), last + int(outside[-1].sum())
         total += sums[-1].size
-    return f"{out} of {total} heads end outside the 95 % band of coin-flip signs"
+    return (
+        f"outside the 95 % band of coin-flip signs are {out} of {total} heads before the onset, "
+        f"and {last} at the end of the run ({0.05 * total:.1f} would be by chance)"
+    )
 
 
 def what_you_saw(
     moments: Moments,
     chosen: Mapping[str, Moment],
     rows: Sequence[Mapping],
-    kept: Archive | None,
+    kept: Mapping[str, Archive | None],
     drift: Archive | None,
 ) -> Markdown:
-    """The chapter's findings as a list; every number from a capture or a record."""
+    """The chapter's findings as a list; every number from a capture or a record.
+
+    kept: the archives of interventions, from scratch ("errors") and "forked".
+    """
     last = chosen["at the end"]
     residuals = [m.weight.residual for series in moments.values() for m in series]
     gains = [m.coherence.gain for series in moments.values() for m in series]
@@ -353,14 +220,24 @@ def what_you_saw(
             f"{failing.coherence.gain:.2f}, and p = {failing.sign_p_value:.2f} for random signs."
         )
     told += [f"{row['label'][0].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
-    if kept is not None:
-        told += [f"Archive: {sentence}" for sentence in answers(kept.rows)]
+    for name, archive in kept.items():
+        told += [f"Archive, {name}: {sentence}" for sentence in archived_answers(name, archive)]
     if drift is not None:
-        told.append(f"Archive: {drift_words(drift.arm('low'))} (failing runs).")
+        told.append(f"Archive: of the running sums, {drift_words(drift.arm('low'))}.")
     return Markdown("\n".join(f"- {sentence}" for sentence in told))
 
 
-def against_the_paper(moments: Moments, kept: Archive | None) -> Markdown:
+def archived_answers(name: str, archive: Archive | None) -> list[str]:
+    """`answers` of an archive; of forks, those whose failing run failed."""
+    if archive is None:
+        return []
+    if name != "forked":
+        return answers(archive.rows)
+    left_out = untested_words(archive.rows)
+    return ([left_out] if left_out else []) + answers(tested(archive.rows))
+
+
+def against_the_paper(moments: Moments, kept: Mapping[str, Archive | None]) -> Markdown:
     """The paper's claims of section 3.3.1 beside what was measured here."""
     series = [m for s in moments.values() for m in s]
     trained = [m for m in series if m.step > series[0].step]
@@ -384,20 +261,29 @@ def against_the_paper(moments: Moments, kept: Archive | None) -> Markdown:
         ],
         ["Σ(δ_lp - δ_hp) drifts one way", f"biased beyond 3 σ: {biased} of {len(moments)} heads"],
     ]
-    if kept is not None:
-        arms = by_arm(kept.rows)
-        low = len(failed_steps(arms.get("low", [])))
-        parts = [
-            f"{words} {len(failed_steps(arms[name]))} of {len(arms[name])}"
-            for name, words in (
-                ("mirror", "mirrored"),
-                ("random_sign", "random signs"),
-                ("centred", "without its mean"),
-            )
-            if name in arms
-        ]
-        lines.append(["bias is the cause", f"failed as it is {low}; " + "; ".join(parts)])
+    for name, archive in kept.items():
+        if archive is not None:
+            lines += _claims(name, tested(archive.rows) if name == "forked" else archive.rows)
     return markdown_table(["the paper", "here"], lines)
+
+
+def _claims(name: str, rows: Sequence[Mapping]) -> list[list[str]]:
+    """The claims that interventions test, for one archive."""
+    arms = by_arm(rows)
+    low = counted(arms.get("low", []))
+    return [
+        [f"{claim} ({name})", f"as it is {low}; " + "; ".join(_ended(arms, tests))]
+        for claim, tests in (
+            ("bias is the cause", ("mirror", "random_sign", "centred")),
+            ("the error acts on W_Q", ("own_direction", "dK_alone")),
+            ("by their common direction", ("random_direction", "leading_direction")),
+        )
+        if any(test in arms for test in tests)
+    ]
+
+
+def _ended(arms: Mapping[str, Sequence[Mapping]], names: Sequence[str]) -> list[str]:
+    return [f"{SAID[n][0].lower()}{SAID[n][1:]} {counted(arms[n])}" for n in names if n in arms]
 
 
 def update_table(rows: Sequence[Mapping]) -> Markdown:

@@ -126,13 +126,24 @@ def fastest(moments: Mapping[Place, Sequence[Moment]]) -> Place:
     return max(moments, key=lambda place: moments[place][-1].spectral_norm)
 
 
-def stages(series: Sequence[Moment], failed_from: int | None) -> dict[str, Moment]:
-    """Untrained, half-way to the failure, the last capture before it, and one inside, if any."""
+def stages(
+    series: Sequence[Moment], failed_from: int | None, onset: int | None = None
+) -> dict[str, Moment]:
+    """Untrained, half-way to the failure, at the onset, the last before it, and one inside.
+
+    By step. The onset and the inside of the failure only where there are captures of their own.
+    """
     end = series[-1].step if failed_from is None else failed_from
     before = [m for m in series if m.step <= end]
     half = min(before, key=lambda m: abs(m.step - end / 2))
     found = {"untrained": before[0], "half-way": half, "at the end": before[-1]}
-    return found | ({"failing": series[-1]} if series[-1].step > end else {})
+    if onset is not None and onset <= end:
+        near = min(before, key=lambda m: abs(m.step - onset))
+        if near.step not in [m.step for m in found.values()]:
+            found["at the onset"] = near
+    if series[-1].step > end:
+        found["failing"] = series[-1]
+    return dict(sorted(found.items(), key=lambda item: item[1].step))
 
 
 def leading_pair(M: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,6 +169,21 @@ def random_pairs(moment: Moment, seed: int = 0) -> Tensor:
     cosines = pair_cosines(a, b)
     upper = torch.triu_indices(*cosines.shape, offset=1)
     return cosines[upper[0], upper[1]]
+
+
+def energies(moment: Moment) -> Tensor:
+    """Share of each singular value of R in the sum of their squares, descending."""
+    square = moment.coherence.spectrum.square()
+    return square / square.sum().clamp(min=1e-300)
+
+
+def random_energies(moment: Moment, seed: int = 0) -> Tensor:
+    """The same for the mean of as many terms in random directions."""
+    a, b, _ = moment.weight.terms
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (a, b))
+    square = torch.linalg.svdvals(a.T @ b).square()
+    return square / square.sum()
 
 
 def angles(series: Sequence[Moment]) -> Tensor:

@@ -12,7 +12,15 @@ from matplotlib.figure import Figure
 from kernels.forensics import direction_cosine
 
 from .captions import DASHES, INK, PALETTE, WIDTH, styled, subplots
-from .direction import Moment, angles, feature_signs, pairwise, random_pairs
+from .direction import (
+    Moment,
+    angles,
+    energies,
+    feature_signs,
+    pairwise,
+    random_energies,
+    random_pairs,
+)
 from .isolation_figures import head_values
 
 SIMILAR = 0.9  # cosine from which Fig. 4 marks a column as similar
@@ -83,6 +91,22 @@ def cosine_histograms(chosen: Mapping[str, Moment]) -> Figure:
         axis.stairs(share, edges, label=f"{name}{step}", linewidth=1.5, **_style(place))
     axis.set_yscale("log")
     axis.set(xlabel="cosine between the terms of two rows", ylabel="share of pairs")
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+@styled
+def spectra(chosen: Mapping[str, Moment]) -> Figure:
+    """Energy in each singular direction of R at each stage, and of as many random terms."""
+    figure, axis = subplots(height=2.6)
+    series = {f"{name}, step {m.step:,}": energies(m) for name, m in chosen.items()}
+    series["random directions"] = random_energies(next(iter(chosen.values())))
+    for place, (name, shares) in enumerate(series.items()):
+        order = np.arange(1, len(shares) + 1)
+        axis.plot(order, shares.numpy(), label=name, marker=".", **_style(place))
+    axis.set_yscale("log")
+    axis.set_ylim(1e-5, 1.5)
+    axis.set(xlabel="singular direction of R", ylabel="share of the energy")
     figure.legend(loc="outside upper left", ncols=2)
     return figure
 

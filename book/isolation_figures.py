@@ -177,7 +177,10 @@ def norms_of_layer(row: Mapping, layer: int) -> Figure:
 
 
 def _plain(axis) -> None:
-    axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+    """Plain numbers on a logarithmic axis: 1, 2, 5, 10, or powers of ten over a wide range."""
+    low, high = axis.get_view_interval()
+    subs = (1, 2, 5) if high < 300 * low else (1,)
+    axis.set_major_locator(mpl.ticker.LogLocator(subs=subs))
     axis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
     axis.set_minor_formatter(mpl.ticker.NullFormatter())
 

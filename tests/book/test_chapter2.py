@@ -7,6 +7,7 @@ import pytest
 
 from book import chapter2
 from book import isolation_figures as pictures
+from book import isolation_findings as findings
 from book.evidence import Archive
 from book.experiments import isolation
 from gpt2.config import make_config
@@ -94,7 +95,8 @@ def test_layers_of_runs_of_different_length_are_compared_at_the_same_steps():
     with pytest.raises(ValueError, match="no 'spectral_norm_q' was measured up to step 10"):
         pictures.layer_means([short], "spectral_norm_q", before=10)
     told = chapter2.layer_findings([short, long], ["spectral_norm_q"], 800).data
-    assert "layer 1 in 2 of 2" in told
+    assert "layer 1 in 2 of 2 | 2 of 2" in told
+    assert chapter2.grew_words([short, long]) == "layer 1 in 2 of 2 runs"
 
 
 def fake_runs(failing_sets):
@@ -176,18 +178,19 @@ def test_the_tree_draws_each_question_below_the_set_it_was_cut_from():
 
 def test_the_paper_is_compared_by_intervention_even_where_arms_coincide():
     found = {
-        label: (ours, word) for label, _, ours, word in chapter2.paper_comparison(LIVE, table())
+        label: (ours, word) for label, _, ours, word in findings.paper_comparison(LIVE, table())
     }
     assert found["no change"] == ("5 of 5 failed", "agrees")
     assert found["fp32 in layer 1 only"] == ("0 of 5 failed", "agrees")  # low in layer 0 only
     assert found["O_bar and O in fp32"][1] == "agrees"
-    assert found["the outlier heads in fp32"][0] == "0 of 5 failed"
-    missing = chapter2.paper_comparison(LIVE, table(arms=["low", "same"]))
+    ours, word = found["the outlier heads in fp32"]
+    assert ours == "0 of 5 failed" and word == "no verdict: too few heads"
+    missing = findings.paper_comparison(LIVE, table(arms=["low", "same"]))
     assert ("delta from dP and P", False, "not run", "-") in missing
     other = table()
     other[LIVE.arm_names.index("delta_fp32")] = row("delta_fp32", 0, 2_000)
     other[LIVE.arm_names.index("delta_dP_P")]["kind"] = "onset"
-    told = chapter2.paper_table(LIVE, other).data
+    told = findings.paper_table(LIVE, other).data
     assert "1 of 5 failed | mixed" in told and "0 of 5 failed, 1 more with an onset" in told
 
 
@@ -195,13 +198,43 @@ def test_what_you_saw_counts_from_the_records():
     rows = table(seeds=(0,), arms=["low", "same", "exact", "only_L0"])
     kept = Archive(None, {}, table())
     trace = Trace(("L0", "L1"), state="minimal", result=("L1",))
-    told = chapter2.what_you_saw(LIVE, rows, kept, trace).data
+    told = findings.what_you_saw(LIVE, rows, kept, trace).data
     assert "Low precision: diverged at 2,000." in told
     assert "Everything in fp32: healthy to 3,000, held-out loss 1.800 nats." in told
-    assert "Archived, 5 seeds: every run failed with: low precision, no change" in told
+    assert "Archived (verdict): every run failed with: no change, key tiles of 16, " in told
+    assert "largest norm in layer 1 in 5 of 5 runs" in told
+    assert "Archived, about heads, a demonstration only (verdict): none failed or showed" in told
     assert "was reached in layer 1 of layers 0 to 1" in told
     assert "end between 0.000 (" in told
     assert "Every intervention that was run here ended as the paper's did." in told
+
+
+def test_seeds_whose_failing_run_lived_are_named_and_not_counted():
+    rows = table()
+    rows[2 * len(LIVE.arms)] = row("low", 2)  # the seed lives, and its unchanged fork with it
+    rows[2 * len(LIVE.arms) + 1] = row("same", 2)
+    told = findings.archive_findings(LIVE, rows)
+    assert told[0].startswith("With seed 2 the failing run did not fail")
+    assert "Archived (observed, 4 run(s) an arm): every run failed with: no change" in told[2]
+    found = {label: ours for label, _, ours, _ in findings.paper_comparison(LIVE, rows)}
+    assert found["no change"] == "4 of 4 failed"
+    alive = [row("low"), row("exact")]
+    assert "are no test" in findings.archive_findings(LIVE, alive)[0]
+    said = findings.what_you_saw(LIVE, alive, None, Trace(("L0",), state="needless")).data
+    assert "nothing can be compared with the paper" in said
+
+
+def test_searches_are_counted_by_unit():
+    units = ["a@L0", "b@L0", "a@L1", "b@L1"]
+    traces = [
+        minimise(units, lambda s: "b@L1" in s),
+        minimise(units, lambda s: {"a@L0", "b@L1"} <= set(s)),
+        minimise(units, lambda s: True),
+    ]
+    kept = Archive(None, {}, [{"trace": t.to_dict()} for t in traces])
+    (told,) = findings.searched_units(kept)
+    assert "2 of 3 ended with a smallest set, of 1, 2 places" in told and "`b@L1` in 2" in told
+    assert findings.searched_units(Archive(None, {}, [{"trace": traces[2].to_dict()}])) == []
 
 
 def test_the_controls_decide_whether_the_forks_mean_anything(monkeypatch):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from book import appendix_d, chapter3, direction, direction_figures
+from book import appendix_d, chapter3, direction, direction_figures, error_findings
 from book.captured import captured_heads
-from book.evidence import jobs
+from book.evidence import Archive, jobs
 from book.experiments import FAILURE, LIVE_ERRORS, LOW, LOW_RANK, errors, isolation
 from book.records import head_curves
 from gpt2.config import make_config
@@ -67,6 +67,10 @@ def test_stages_say_whether_a_capture_lies_inside_the_failure(moments):
     steps = {n: m.step for n, m in direction.stages(series, 220).items()}
     assert steps == {"untrained": 0, "half-way": 100, "at the end": 200, "failing": 300}
     assert "failing" not in direction.stages(series, None)
+    found = direction.stages(series, 390, 110)
+    assert list(found) == ["untrained", "at the onset", "half-way", "at the end"]
+    assert [m.step for m in found.values()] == [0, 100, 200, 300]
+    assert "at the onset" not in direction.stages(series, 220, 190)  # that is the last one
 
 
 def test_one_sign_is_told_from_random_signs(moments):
@@ -130,6 +134,7 @@ def test_figures_and_tables_are_drawn(moments):
     for figure in (
         figures.four_terms(series[0], series[1], (3, 40)),
         figures.cosine_histograms(chosen),
+        figures.spectra(chosen),
         figures.cosine_bands(moments),
         figures.direction_map(series),
         figures.coherence_panels(series),
@@ -142,9 +147,9 @@ def test_figures_and_tables_are_drawn(moments):
     assert "failing, step 300" in stage
     assert chapter3.gains_table(chosen).data.count("random_direction") == 1
     assert chapter3.identity_table(moments, 100).data.count("layer 1, head") == 2
-    told = chapter3.what_you_saw(moments, chosen, [], None, None).data
+    told = chapter3.what_you_saw(moments, chosen, [], {"forked": None}, None).data
     assert "step 200" in told and "step 300" in told
-    assert "biased beyond 3 σ" in chapter3.against_the_paper(moments, None).data
+    assert "biased beyond 3 σ" in chapter3.against_the_paper(moments, {}).data
 
 
 # -- experiments ----------------------------------------------------------------------------------
@@ -157,7 +162,7 @@ def test_interventions_share_the_failing_forward_pass():
         for layer in range(2):
             n = scoped.for_layer(layer, 2)[0]
             assert n.at(delta_error=None, delta_output=None) == low, arm.name
-    assert set(LIVE_ERRORS) <= set(errors().arm_names) == set(chapter3.KEEPS)
+    assert set(LIVE_ERRORS) <= set(errors().arm_names) == set(error_findings.KEEPS)
     assert "injected" not in errors("mini").arm_names  # no moments were measured for it
 
 
@@ -180,8 +185,9 @@ def test_running_sums_are_kept_with_their_band():
     assert kept["delta_error_mean:band"]["value"][-1][0] == pytest.approx(
         [50**0.5, 200**0.5], rel=1e-3
     )
-    row = {"label": "low", "seed": 0, "heads": kept}
-    assert chapter3.drift_words([row]).startswith("2 of 2 heads")
+    row = {"label": "low", "seed": 0, "heads": kept, "onset_step": None}
+    assert "are 2 of 2 heads before the onset, and 2 at the end" in chapter3.drift_words([row])
+    assert "are 0 of 2 heads before" in chapter3.drift_words([row | {"onset_step": 2}])
     assert direction_figures.cumulative([row], (0, 1)).axes
     names = set(LOW_RANK.heads)
     assert {"delta_error_mean:sum", "update_error_cosine"} <= names
@@ -194,17 +200,63 @@ def record(arm, seed, step=None):
     return told | dict(diverged_step=step, nonfinite_step=None)
 
 
+def outcomes(**failing):
+    """Five seeds an arm; arm=n: in so many of them it fails."""
+    return [
+        record(arm, s, 2_000 + s if s < count else None)
+        for arm, count in failing.items()
+        for s in range(5)
+    ]
+
+
 def test_answers_say_what_outcomes_show_and_no_more():
-    rows = [record("low", s, 2_000 + s) for s in range(2)]
-    rows += [record(arm, s) for arm in ("mirror", "random_sign", "centred") for s in range(2)]
-    told = " ".join(chapter3.answers(rows))
-    assert "size alone is not what it takes" in told
-    assert "prevented or made rarer" in told and "dQ" not in told
-    fails = [record("low", 0, 2_000), record("random_sign", 0, 900)]
-    assert "size is enough" in " ".join(chapter3.answers(fails))
-    assert "decide nothing" in chapter3.answers([record("low", 0)])[0]
-    table = chapter3.intervention_table(errors(), rows).data
-    assert "2,000, 2,001" in table and "0 of 2" in table
+    rows = outcomes(low=5, mirror=0, random_sign=1, centred=5)
+    told = " ".join(error_findings.answers(rows))
+    assert "Verdict: " in told and "dQ" not in told
+    assert "Every sign turned: fewer failures (p = 0.004), so the sign" in told
+    assert "size alone, in the same rows, is not what it takes" in told
+    assert "Without its mean: no fewer failures, so the failure needs no bias" in told
+    two = [
+        record(arm, s, 900 if arm == "low" else None) for arm in ("low", "mirror") for s in (0, 1)
+    ]
+    told = error_findings.answers(two)[-1]
+    assert (
+        told.startswith("Observed, 2 run(s) an arm:") and "chance can do that (p = 0.17)" in told
+    )
+    assert "decide nothing" in error_findings.answers([record("low", 0)])[0]
+    table = error_findings.intervention_table(errors(), rows).data
+    assert "2,000, 2,001" in table and "0 of 5" in table
+
+
+@pytest.mark.parametrize(
+    "own, keys, words",
+    [
+        (0, 0, "it takes both"),
+        (3, 0, "by way of $dQ$: in $dK$ alone"),
+        (0, 1, "by way of $dK$: in $dQ$ alone"),
+        (5, 5, "Either of"),
+    ],
+)
+def test_one_gradient_or_both(own, keys, words):
+    told = error_findings.answers(outcomes(low=5, own_direction=own, dK_alone=keys))[-1]
+    assert words in told
+
+
+def test_the_shared_direction_is_held_against_its_control():
+    rows = outcomes(low=5, own_direction=2, random_direction=2, leading_direction=5)
+    told = error_findings.answers(rows)[-1]
+    assert "spreading its directions prevented no failure" in told and told.endswith("it did.")
+    rows = outcomes(low=5, own_direction=0, random_direction=0, leading_direction=0)
+    told = error_findings.answers(rows)[-1]
+    assert "cannot say what direction does" in told and told.endswith("it did not.")
+
+
+def test_forks_of_runs_that_lived_are_left_out():
+    rows = outcomes(low=4, mirror=0)
+    kept = Archive(None, {}, rows)
+    assert "With seed 4" in chapter3.archived_answers("forked", kept)[0]
+    assert "4 of 4 failed" in chapter3.archived_answers("forked", kept)[1]
+    assert "4 of 5 failed" in chapter3.archived_answers("from the start", kept)[0]
 
 
 # -- a real model's parts -------------------------------------------------------------------------
@@ -239,6 +291,7 @@ def test_a_llama_is_measured_per_layer_and_head_and_left_as_it_was():
     same = appendix_d.measure(model, torch.full((40,), 7), {"bf16": "exact,scores=bf16.0"})
     assert np.mean(same["bf16"]["tie_rate"]) > 0.5  # one token over and over, 0 fraction bits
     assert len(appendix_d.summary_rows(found, "text")) == 3
+    assert "of 8 heads" in appendix_d.cosine_words(found)
 
 
 def test_models_that_cannot_be_measured_are_refused(tmp_path):

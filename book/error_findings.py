@@ -1,0 +1,223 @@
+"""Chapter 3, section 5: what outcomes of interventions on the error of delta say, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from IPython.display import Markdown
+
+from gpt2.fork import identical_losses
+
+from .captions import archived
+from .evidence import Archive
+from .experiments import Experiment
+from .isolation_figures import FAILED, by_arm
+from .tables import markdown_table
+from .verdicts import compared, counted, failures, fewer_by_chance, onsets, standing
+
+# What each intervention keeps of the failing run's error e, in words.
+KEEPS = {
+    "low": "e as it is",
+    "sham": "e as it is",
+    "delta_fp32": "nothing",
+    "mirror": "size and row; sign turned",
+    "random_sign": "size and row; no sign",
+    "centred": "all but the mean of each head",
+    "all_positive": "size and row; sign always +",
+    "all_negative": "size and row; sign always -",
+    "shuffled": "mean and sizes; not the row",
+    "injected": "mean and rms of one step; nothing else",
+    "injected_10": "ten times those",
+    "own_direction": "all in dQ; nothing in dK",
+    "dK_alone": "all in dK; nothing in dQ",
+    "random_direction": "size, sign and row in dQ; not the direction",
+    "leading_direction": "size, sign and row in dQ; one shared direction",
+    "fixed_direction": "size, sign and row in dQ; one direction for all",
+}
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def intervention_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markdown:
+    """Who diverged, and when: an arm a line, with what it keeps of the error."""
+    lines = []
+    for name, mine in by_arm(rows).items():
+        steps = failed_steps(mine)
+        told = ", ".join(f"{s:,}" for s in steps) if steps else "none"
+        lines.append(
+            [
+                experiment.arm(name).group,
+                mine[0]["label"],
+                KEEPS.get(name, ""),
+                f"{len(steps)} of {len(mine)}",
+                onsets(mine) or "none",
+                told,
+                f"{min(r['steps'] for r in mine):,}",
+            ]
+        )
+    header = ["kind", "intervention", "what is kept", "failed", "onset only"]
+    header += ["failed at steps", "shortest run"]
+    return markdown_table(header, lines)
+
+
+def source(kept: Archive):
+    """Provenance of an archive for captions; says so where arms or seeds are missing."""
+    return archived(kept.provenance, note=None if kept.complete else "not complete")
+
+
+def failed_steps(rows: Sequence[Mapping]) -> list[int]:
+    """Steps at which these records failed, ascending."""
+    return sorted(r["diverged_step"] or r["nonfinite_step"] for r in rows if r["kind"] in FAILED)
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+Arms = Mapping[str, Sequence[Mapping]]
+
+# Arm -> how a sentence names it.
+SAID = {
+    "mirror": "Every sign turned",
+    "random_sign": "Random signs",
+    "centred": "Without its mean",
+    "all_positive": "Every error positive",
+    "all_negative": "Every error negative",
+    "shuffled": "The errors of other rows",
+    "injected": "Independent errors of the same mean and rms",
+    "injected_10": "Ten times as large",
+    "own_direction": "The error in $dQ$ alone",
+    "dK_alone": "The error in $dK$ alone",
+    "random_direction": "In random directions",
+    "leading_direction": "All along the shared direction",
+    "fixed_direction": "All along one random direction",
+}
+
+# Arm -> what it says about the error if it fails less often than the failing run, and if as often.
+MEANING = {
+    "mirror": (
+        "the sign of the error matters, not its size alone",
+        "the sign of the error does not matter",
+    ),
+    "random_sign": (
+        "size alone, in the same rows, is not what it takes",
+        "size in the same rows is enough, whatever the signs",
+    ),
+    "centred": (
+        "the mean of each head within a batch, its bias, is needed",
+        "the failure needs no bias within a batch",
+    ),
+    "shuffled": (
+        "the errors must belong to their rows",
+        "the errors need not belong to their rows",
+    ),
+    "injected": (
+        "the mean and rms of one step are not enough",
+        "errors drawn with the mean and rms of one step are enough",
+    ),
+}
+
+
+def answers(rows: Sequence[Mapping]) -> list[str]:
+    """What the outcomes say about sign, bias, row, gradient and direction; nothing else."""
+    arms = by_arm(rows)
+    low = arms.get("low", [])
+    if not failures(low):
+        return ["The failing run did not fail here, so the interventions decide nothing."]
+    told = [_count("The error as it is", low)]
+    told += [_count(words, arms[name]) for name, words in SAID.items() if name in arms]
+    runs = min(len(mine) for mine in arms.values())
+    return [*told, " ".join([f"{standing(runs).capitalize()}:", *_verdicts(arms)])]
+
+
+def _count(words: str, rows: Sequence[Mapping]) -> str:
+    steps = failed_steps(rows)
+    when = "" if not steps else f", at {', '.join(f'{s:,}' for s in steps)}"
+    return f"{words}: {counted(rows)}{when}."
+
+
+def _verdicts(arms: Arms) -> list[str]:
+    low = arms["low"]
+    told = [_meaning(name, arms[name], low) for name in MEANING if name in arms]
+    if "own_direction" in arms and "dK_alone" in arms:
+        told.append(_gradients(arms["own_direction"], arms["dK_alone"]))
+    if "own_direction" in arms:
+        told += _directions(arms)
+    if "all_positive" in arms and "all_negative" in arms:
+        told.append(_sides(arms["all_positive"], arms["all_negative"]))
+    return told
+
+
+def _meaning(name: str, mine: Sequence[Mapping], low: Sequence[Mapping]) -> str:
+    fewer, same = MEANING[name]
+    word, p = compared(mine, low), f"p = {fewer_by_chance(mine, low):.2g}"
+    if word == "as often":
+        return f"{SAID[name]}: no fewer failures, so {same}."
+    if word == "unclear":
+        return f"{SAID[name]}: fewer failures, but chance can do that ({p})."
+    signs = onsets(mine)
+    delayed = f", though {signs} of {len(mine)} showed an onset" if signs else ""
+    return f"{SAID[name]}: fewer failures ({p}{delayed}), so {fewer}."
+
+
+def _gradients(own: Sequence[Mapping], keys: Sequence[Mapping]) -> str:
+    """What the arms that send the error into one gradient alone say together."""
+    by_q, by_k = failures(own), failures(keys)
+    if by_q and by_k:
+        return "Either of $dQ$ and $dK$ can carry the error to the failure."
+    if by_q or by_k:
+        way, other = ("$dQ$", "$dK$") if by_q else ("$dK$", "$dQ$")
+        return f"The error fails by way of {way}: in {other} alone it did not."
+    return "In neither of $dQ$ and $dK$ alone did the error fail: it takes both."
+
+
+def _directions(arms: Arms) -> list[str]:
+    """Arms on direction against their control, the error in dQ alone."""
+    own = arms["own_direction"]
+    told = []
+    if "random_direction" in arms and failures(own):
+        word = {
+            "fewer": "prevented failures",
+            "as often": "prevented no failure",
+            "unclear": "made failure rarer, as chance can",
+        }[compared(arms["random_direction"], own)]
+        told.append(f"With the error in $dQ$ alone, spreading its directions {word}.")
+    elif not failures(own):
+        told.append(
+            "The error in $dQ$ alone did not fail, so the arm that spreads its directions in $dQ$ "
+            "cannot say what direction does."
+        )
+    if "leading_direction" in arms:
+        told.append(_prediction(arms["leading_direction"], own))
+    return told
+
+
+def _prediction(leading: Sequence[Mapping], own: Sequence[Mapping]) -> str:
+    """All along R: if coherence drives the failure, it comes sooner or more often."""
+    mine, theirs = failures(leading), failures(own)
+    told = f"Put all along the shared direction, the error in $dQ$: {counted(leading)}"
+    told += f" (along its own: {counted(own)}). It was to fail sooner or more often: "
+    if mine > theirs or (mine and mine == theirs and _middle(leading) < _middle(own)):
+        return told + "it did."
+    if mine == theirs and onsets(leading) > onsets(own):
+        return told + "it did not fail more, but showed more onsets."
+    return told + "it did not."
+
+
+def _middle(rows: Sequence[Mapping]) -> float:
+    return sorted(failed_steps(rows))[len(failed_steps(rows)) // 2]
+
+
+def _sides(positive: Sequence[Mapping], negative: Sequence[Mapping]) -> str:
+    a, b = failures(positive), failures(negative)
+    if a == b:
+        return f"One-sided errors fail on either side alike ({a} of {len(positive)})."
+    side, more, less = ("positive", a, b) if a > b else ("negative", b, a)
+    return f"Of one-sided errors the {side} ones failed more often ({more} against {less})."
+
+
+def sham_words(runs: Mapping, experiment: Experiment, seed: int) -> Markdown:
+    """Whether the sham repeats the failing run bit for bit."""
+    parent, sham = runs["low", seed], runs["sham", seed]
+    same = identical_losses(parent, sham)
+    word = "the failing run's, bit for bit" if same else "**not** the failing run's"
+    return Markdown(f"The losses of the sham are {word}. It ended: {sham.outcome}.")

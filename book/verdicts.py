@@ -1,0 +1,73 @@
+"""What the outcomes of several seeds say: which seeds are a test, how many failed, and chance.
+
+Seeds are pairs: for one seed all arms see the same batches from the same weights. The words follow
+the rules of `gpt2.outcomes`: a verdict needs VERDICT_RUNS runs an arm, less is observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import comb
+
+from gpt2.outcomes import VERDICT_RUNS
+
+from .isolation_figures import FAILED
+
+CHANCE = 0.05  # a difference with a larger probability is called none
+
+
+def failures(rows: Sequence[Mapping]) -> int:
+    return sum(row["kind"] in FAILED for row in rows)
+
+
+def onsets(rows: Sequence[Mapping]) -> int:
+    """Runs that showed an onset and did not fail."""
+    return sum(row["kind"] == "onset" for row in rows)
+
+
+def counted(rows: Sequence[Mapping]) -> str:
+    """'2 of 5 failed, 1 more with an onset'."""
+    more = onsets(rows)
+    told = f"{failures(rows)} of {len(rows)} failed"
+    return told if not more else f"{told}, {more} more with an onset"
+
+
+def standing(runs: int) -> str:
+    """'verdict', or 'observed, 3 run(s) an arm'."""
+    return "verdict" if runs >= VERDICT_RUNS else f"observed, {runs} run(s) an arm"
+
+
+def tested(rows: Sequence[Mapping], parent: str = "low") -> list[Mapping]:
+    """Records of the seeds whose failing run failed: of others, a fork that lives says nothing."""
+    seeds = {r["seed"] for r in rows if r["arm"] == parent and r["kind"] in FAILED}
+    return [row for row in rows if row["seed"] in seeds]
+
+
+def untested_words(rows: Sequence[Mapping], parent: str = "low") -> str:
+    """Names the seeds that `tested` leaves out; empty where there are none."""
+    out = sorted({row["seed"] for row in rows} - {row["seed"] for row in tested(rows, parent)})
+    if not out:
+        return ""
+    seeds = ", ".join(map(str, out))
+    return (
+        f"With seed {seeds} the failing run did not fail by its last step, so its forks are no "
+        "test and are not counted in what follows."
+    )
+
+
+def fewer_by_chance(mine: Sequence[Mapping], low: Sequence[Mapping]) -> float:
+    """Chance of as few failures in `mine` as found, or fewer, if both failed equally often.
+
+    Fisher's exact test, one-sided: the hypergeometric tail.
+    """
+    a, b, n, m = failures(mine), failures(low), len(mine), len(low)
+    lowest = max(0, a + b - m)
+    tail = sum(comb(n, k) * comb(m, a + b - k) for k in range(lowest, a + 1))
+    return tail / comb(n + m, a + b)
+
+
+def compared(mine: Sequence[Mapping], low: Sequence[Mapping]) -> str:
+    """'fewer', 'as often', or 'unclear': whether an arm failed less often than the failing run."""
+    if failures(mine) * len(low) >= failures(low) * len(mine):
+        return "as often"
+    return "fewer" if fewer_by_chance(mine, low) <= CHANCE else "unclear"
