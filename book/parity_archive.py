@@ -1,6 +1,6 @@
 """Archives of what tests measured: the GPU parity run, and the time of the kernel tests.
 
-On a GPU, `pytest -m gpu tests/kernels --parity-json raw.json` and then
+On a GPU, `pytest -m gpu tests --parity-json raw.json` and then
 `python -m book.parity_archive gpu raw.json` keep every row of the table in `book/results/parity/`.
 `python -m book.parity_archive tests` runs the quick kernel tests here and keeps their time in
 `book/results/kernel-tests/`.
@@ -29,17 +29,18 @@ from .evidence import Archive, latest
 
 STORED = ("out", "dq", "dk", "dv")  # kept in the format of their site; the rest is fp32 or counts
 
+NEEDED = ("gpu", "driver", "torch", "triton", "commit", "date", "duration_s", "passed", "failed")
+
 
 def compact(raw: Mapping, **provenance) -> dict:
     """The table that the GPU tests wrote, with numbers cut to 4 digits and where it comes from.
 
     raw: {"provenance": {gpu, torch, triton, ...}, "rows": [{site, case, result, numbers...}]}.
-    Raises ValueError unless gpu, driver, torch, triton, commit, date and duration_s are all known.
+    Raises ValueError unless NEEDED is all told, there or in `provenance`.
     """
     told = dict(raw["provenance"]) | {k: v for k, v in provenance.items() if v is not None}
     told |= {"machine": told.get("gpu"), "device": "cuda", "code": told.get("commit")}
-    needed = ("gpu", "driver", "torch", "triton", "commit", "date", "duration_s")
-    missing = [name for name in needed if not told.get(name)]
+    missing = [name for name in NEEDED if told.get(name) in (None, "")]
     if missing:
         raise ValueError(f"the run's {', '.join(missing)} must be told: see --help")
     return {"provenance": told, "rows": [{k: _cut(v) for k, v in r.items()} for r in raw["rows"]]}
@@ -225,9 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu.add_argument("raw", type=Path, help="what pytest --parity-json wrote")
     for name in ("driver", "commit", "date"):
         gpu.add_argument(f"--{name}", help="unless it is this machine's, this commit, today")
-    gpu.add_argument("--duration", type=float, required=True, help="seconds of the whole run")
+    gpu.add_argument("--duration", type=float, help="seconds of the run, unless the table says")
     for name in ("passed", "failed"):
-        gpu.add_argument(f"--{name}", type=int, required=True, help=f"tests that {name}")
+        gpu.add_argument(f"--{name}", type=int, help=f"tests that {name}, unless the table says")
     gpu.add_argument("--note", help="anything a reader should know, such as a busy machine")
     kinds.add_parser("tests", help="time the quick kernel tests here")
     p.add_argument("--results", type=Path, default=RESULTS, help="where archives go")

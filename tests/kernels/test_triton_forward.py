@@ -44,26 +44,16 @@ def assert_agree(text, got, want):
     "text",
     [
         "flash,tile=16",
-        "flash,tile=64,softmax=shifted,shift=0.5",
         "paper",
         "stabilized,beta=2",
-        "stabilized,beta=2,eps=0.25",
         "stabilized,beta=2,decide=tile,tile=16",
         "stabilized,beta=2,decide=tile,tile=16,reference=running",
-        "guarded",
-        "paper,softmax=shifted,shift=-0.7",
-        "paper,row_sum_source=rounded",
-        "paper,delta_output=fp32",
-        "paper,delta_error=mirror",
-        "paper,matched_bits=3",
-        "paper,output_bits=2",
         "exact",
     ],
 )
-@pytest.mark.parametrize("causal", (True, False))
-def test_sites_agree_with_the_emulator(text, causal):
+def test_sites_agree_with_the_emulator_without_a_causal_mask(text):
     tensors = parity.inputs((1, 2, 2, 37, 41, 16, 16))
-    got, want = forwards(text, tensors, causal, 1 / 4)
+    got, want = forwards(text, tensors, False, 1 / 4)
     assert_agree(text, got, want)
     if "stabilized" in text or "guarded" in text:
         assert (want.ties > 1).any()  # the policy had something to do

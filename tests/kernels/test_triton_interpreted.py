@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_triton_rounding.py", "test_triton_forward.py", "test_triton_backward.py")
+FILES = [
+    f"test_triton_{name}.py" for name in ("rounding", "forward", "backward", "parity", "cases")
+]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreting already")

@@ -1,0 +1,122 @@
+"""The Triton kernels against the emulator: everything that they say they honour, case by case.
+
+In the interpreter on small shapes, on a GPU on larger ones. The cases come from
+`kernels.parity_cases`, so that a choice which `supports` accepts cannot be left out.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels import emulated, parity, triton_attention
+from kernels.numerics import SITE_NAMES, parse_numerics
+from kernels.parity_cases import exact_cases, law_cases
+
+pytest.importorskip("triton")
+FEW = ("unnormalized", "random_sign")  # seconds each in the interpreter
+
+
+def failures(gaps, n, case, parity_table):
+    """Gaps beyond `parity.limits`; each gap becomes a row of the table."""
+    found = []
+    for g in gaps:
+        ok = parity.limits(g.quantity, n).hold(g)
+        numbers = dict(max_ulp=g.max_ulp, mismatched=g.mismatched)
+        result = "ok" if ok else "FAILED"
+        parity_table(g.quantity, case, result, **numbers, signed_mean_ulp=g.signed_mean_ulp)
+        if not ok:
+            found.append(g)
+    return found
+
+
+def check(text, module, shape, device, parity_table):
+    n = parse_numerics(text)
+    T, D = shape[3], shape[5]
+    n = n if T > n.tile else n.at(tile=16)
+    kind = "fine" if n.inputs.format.fraction_bits < 7 else "coarse"
+    tensors = parity.inputs(shape, kind=kind, device=device)
+    gaps = parity.compare(module, n, tensors, causal=True, scale=D**-0.5)
+    assert not failures(gaps, n, f"{text} T{T} D{D} causal", parity_table)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", exact_cases())
+def test_what_is_honoured_agrees_with_the_emulator(text, parity_table):
+    assert triton_attention.supports(parse_numerics(text), device="cuda") is None
+    check(text, triton_attention, (2, 3, 3, 200, 200, 64, 64), "cuda", parity_table)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("text", exact_cases())
+def test_what_is_honoured_agrees_in_the_interpreter(text, parity_table):
+    check(text, triton_attention, (1, 1, 1, 37, 37, 16, 16), "cpu", parity_table)
+
+
+def law(text, module, shape, device, seeds):
+    tensors = parity.inputs(shape, kind="gaussian", dtype=torch.float32, device=device)
+    return parity.compare_law(module, parse_numerics(text), tensors, scale=1 / 4, seeds=seeds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", law_cases())
+def test_what_draws_is_equal_in_law(text, parity_table):
+    laws = law(text, triton_attention, (2, 2, 2, 64, 64, 16, 16), "cuda", 64)
+    for x in laws:
+        told = dict(spread=x.spread, rms_z=x.rms_z)
+        parity_table(
+            "law", f"{text} {x.quantity}, 64 seeds", "ok" if x.equal else "FAILED", **told
+        )
+    assert all(x.equal for x in laws), laws
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("text", [text for text in law_cases() if any(x in text for x in FEW)])
+def test_what_draws_is_equal_in_law_in_the_interpreter(text):
+    assert all(x.equal for x in law(text, triton_attention, (1, 1, 1, 48, 48, 16, 16), "cpu", 6))
+
+
+# -- the checks themselves, without a kernel ------------------------------------------------------
+
+
+def deaf(site, instead="fp32"):
+    """The emulator as a backend that does not hear of one site."""
+
+    def told(function):
+        def heard(*args, numerics, **rest):
+            return function(*args, numerics=numerics.at(**{site: instead}), **rest)
+
+        return heard
+
+    return SimpleNamespace(forward=told(emulated.forward), backward=told(emulated.backward))
+
+
+@pytest.mark.parametrize("text", [text for text in exact_cases() if text.endswith("=bf16.4")])
+def test_a_backend_that_ignores_a_site_fails_its_parity_case(text):
+    site = text.removeprefix("paper,").partition("=")[0]
+    shape, unwritten = (1, 2, 2, 37, 37, 16, 16), (lambda *row, **numbers: None)
+    check(text, emulated, shape, "cpu", unwritten)
+    with pytest.raises(AssertionError):
+        check(text, deaf(site), shape, "cpu", unwritten)
+
+
+@pytest.mark.parametrize("mode", ["nearest_even", "toward_zero"])
+@pytest.mark.parametrize("text", [text for text in law_cases() if text.endswith(":stochastic")])
+def test_a_backend_that_does_not_draw_or_is_biased_has_another_law(text, mode):
+    shape = (1, 2, 2, 32, 32, 16, 16)
+    assert all(x.equal for x in law(text, emulated, shape, "cpu", 24))
+    site = text.removeprefix("exact,").partition("=")[0]
+    settled = deaf(site, f"bf16.4:{mode}")
+    assert not all(x.equal for x in law(text, settled, shape, "cpu", 24))
+
+
+def test_cases_cover_what_the_backend_honours():
+    """Ten sites round in Triton; each has its cases in both narrow formats, and one that draws."""
+    rounded = [s for s in SITE_NAMES if s not in ("reference_format", "row_sum", "lse")]
+    tested = [parse_numerics(text) for text in exact_cases()]
+    for site in rounded:
+        formats = {str(getattr(n, site)) for n in tested if getattr(n, site) is not None}
+        assert {"fp32", "bf16", "bf16.4"} <= formats, site
+        assert any(f"{site}=bf16.4:stochastic" in text for text in law_cases())
+    assert not any("fp16" in text or "toward_zero" in text for text in exact_cases())
+    assert not any("direction" in text for text in (*exact_cases(), *law_cases()))
