@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -50,23 +50,36 @@ class BatchIndex:
         if step < 0:
             raise ValueError(f"step={step} is negative; steps count from 0")
         if self.recorded is None:
-            return self._draw(step)
+            return self._draw([step])[0]
         if step < len(self.recorded):
             return self.recorded[step].astype(np.int64)
         last = len(self.recorded) - 1
-        if last >= 0 and not np.array_equal(self._draw(last), self.recorded[last]):
+        if last >= 0 and not np.array_equal(self._draw([last])[0], self.recorded[last]):
             raise ValueError(
                 f"the recorded batches end at step {last} and this generator does not continue "
                 f"them; step {step} cannot be replayed"
             )
-        return self._draw(step)
+        return self._draw([step])[0]
 
-    def _draw(self, step: int) -> np.ndarray:
+    def table(self, steps: range) -> np.ndarray:
+        """int64 [len(steps), batch_size]: the starts of many steps, in less time each."""
+        if self.recorded is None:
+            return self._draw(steps)
+        rows = [self.starts(step) for step in steps]
+        return np.array(rows, dtype=np.int64).reshape(len(steps), self.batch_size)
+
+    def _draw(self, steps: Sequence[int]) -> np.ndarray:
         # Philox is a block cipher of a counter: word 1 holds the step, word 0 counts within it.
         # Raw 64-bit outputs are used, because numpy promises their stability but not that of
         # Generator.integers. 53 bits times n_windows is one IEEE product: the same everywhere.
-        bits = np.random.Philox(key=self.order_seed, counter=[0, step, 0, 0])
-        raw = bits.random_raw(self.batch_size) >> np.uint64(11)
+        bits = np.random.Philox(key=self.order_seed, counter=[0, 0, 0, 0])
+        state = bits.state
+        raw = np.empty((len(steps), self.batch_size), dtype=np.uint64)
+        for row, step in zip(raw, steps):
+            state["state"]["counter"][1] = step
+            bits.state = state
+            row[:] = bits.random_raw(self.batch_size)
+        raw >>= np.uint64(11)
         starts = (raw.astype(np.float64) * 2.0**-53 * self.n_windows).astype(np.int64)
         return np.minimum(starts, self.n_windows - 1)
 
@@ -92,9 +105,8 @@ class BatchIndex:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         dtype = np.uint32 if self.n_windows <= 2**32 else np.uint64
-        rows = [self.starts(s) for s in range(steps)]
-        table = np.stack(rows or [np.zeros(self.batch_size)])[:steps].astype(dtype)
-        digest = self._digest(rows)
+        rows = self.table(range(steps))
+        table, digest = rows.astype(dtype), self._digest(rows)
         write_atomically(folder / "starts.npy", lambda f: np.save(f, table))
         spec = {k: v for k, v in asdict(self).items() if k != "recorded"}
         write_json(folder / "index.json", {**spec, "steps": steps, "digest": digest})

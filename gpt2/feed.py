@@ -55,8 +55,8 @@ class Feed:
         """int64 [B_local] on the device; computed for STARTS steps at once."""
         first = step - step % STARTS
         if self._block is None or self._block[0] != first:
-            rows = [self.index.starts(s)[self.rows] for s in range(first, first + STARTS)]
-            self._block = (first, self._send(torch.from_numpy(np.stack(rows))))
+            table = self.index.table(range(first, first + STARTS))[:, self.rows]
+            self._block = (first, self._send(torch.from_numpy(np.ascontiguousarray(table))))
         return self._block[1][step - first]
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:

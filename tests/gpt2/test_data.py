@@ -50,6 +50,7 @@ def test_starts_are_a_function_of_seed_and_step_alone():
     later_first = index.starts(500), index.starts(2)
     again = BatchIndex(10_000, 64, 16, order_seed=3)
     assert np.array_equal(again.starts(2), later_first[1])
+    assert np.array_equal(again.table(range(2, 5)), [again.starts(s) for s in (2, 3, 4)])
     assert np.array_equal(again.starts(500), later_first[0])
     assert not np.array_equal(index.starts(0), index.starts(1))
     assert not np.array_equal(index.starts(0), BatchIndex(10_000, 64, 16, 4).starts(0))
