@@ -38,6 +38,9 @@ from .chapters import (
 )
 from .execution import Cache, Executed, Limits, execute
 
+FRONT_PAGE = "front-page.txt"  # what book/intro.md includes
+NOTHING_FOUND = "This build shows no results here; `make book` executes the ledger of claims."
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -143,7 +146,7 @@ def assemble(layout: Layout, chapters: list[Chapter], executed: dict[str, Execut
         write(page.relative_to(layout.root), page.read_bytes())
     for style in sorted(book.glob("style/*.css")):
         write(Path("_static") / style.name, style.read_bytes())
-    code = code_hash(layout.root)
+    code, told = code_hash(layout.root), []
     for chapter in chapters:
         done = executed.get(chapter.name)
         notebook = nbformat.read(done.path if done else chapter.path, as_version=4)
@@ -152,9 +155,22 @@ def assemble(layout: Layout, chapters: list[Chapter], executed: dict[str, Execut
         notebook.cells.insert(1, cell)
         text = nbformat.writes(notebook)
         write(chapter.path.relative_to(layout.root), text.encode())
+        told += front_page(notebook)
+    write(Path("book") / FRONT_PAGE, ("\n\n".join(told) or NOTHING_FOUND).encode())
     for path in sorted(layout.source.rglob("*")):
         if path.is_file() and path not in written:
             path.unlink()
+
+
+def front_page(notebook: nbformat.NotebookNode) -> list[str]:
+    """Markdown that cells tagged `front-page` displayed: the intro includes it, typed nowhere."""
+    return [
+        output.data["text/markdown"]
+        for cell in notebook.cells
+        if "front-page" in cell.metadata.get("tags", ())
+        for output in cell.outputs
+        if "text/markdown" in output.get("data", {})
+    ]
 
 
 def _for_publication(notebook: nbformat.NotebookNode) -> None:

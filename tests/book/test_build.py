@@ -154,3 +154,24 @@ def test_run_note_says_what_a_page_was_run_with_and_when_it_is_old(project, add_
     assemble(project, [chapter], {})
     cells = json.loads((project.source / "book" / "01-one.ipynb").read_text())["cells"]
     assert "Not executed" in "".join(cells[1]["source"])
+
+
+def test_the_front_page_shows_what_tagged_cells_displayed(project, add_chapter):
+    from nbformat import read, write
+    from nbformat.v4 import new_output
+
+    from book.build import FRONT_PAGE, NOTHING_FOUND, assemble
+    from book.chapters import find_chapters
+
+    add_chapter("01-x", "1", "2")
+    (chapter,) = find_chapters(project.toc)
+    included = project.source / "book" / FRONT_PAGE
+    assemble(project, [chapter], {})
+    assert included.read_text() == NOTHING_FOUND
+    notebook = read(chapter.path, as_version=4)
+    for cell, words in zip(notebook.cells[-2:], ("**found**", "not this")):
+        cell.outputs = [new_output("display_data", {"text/markdown": words})]
+    notebook.cells[-2].metadata["tags"] = ["front-page"]
+    write(notebook, chapter.path)
+    assemble(project, [chapter], {})
+    assert included.read_text() == "**found**"

@@ -1,0 +1,29 @@
+"""The claims ledger: what the paper claims, which run decides, and what it decided.
+
+    python -m book.ledger            print the verdicts, evaluated from the archives
+    python -m book.ledger --check    exit 1 if book/claims.yml says anything else
+    python -m book.ledger --write    bring book/claims.yml up to date
+
+`book/claims.yml` holds the claims: text, source, experiment and *rule* are written by people;
+verdict, effect, runs and seeds are written by the rule, and by nothing else. `claims` reads and
+writes the file, `runs`, `measures` and `computed` are the rules, `shares` their intervals, `page`
+what the book shows of them.
+"""
+
+from . import computed
+from .claims import CLAIMS, Claim, ClaimError, evaluate, read_claims, stale, write_claims
+from .verdicts import VERDICTS, Evidence, Finding
+
+__all__ = [
+    "CLAIMS",
+    "VERDICTS",
+    "Claim",
+    "ClaimError",
+    "Evidence",
+    "Finding",
+    "computed",
+    "evaluate",
+    "read_claims",
+    "stale",
+    "write_claims",
+]

@@ -1,0 +1,67 @@
+"""Intervals and exact tests for the few runs that an experiment has.
+
+Five runs an arm are no large sample, so nothing here leans on one: Wilson's interval for a share,
+Newcombe's for a difference of shares (method 10: built from Wilson's), Fisher's exact test for two
+arms, and the exact sign test for runs paired by their seed (`kernels.forensics.sign_test`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
+
+
+class Interval(NamedTuple):
+    """A value with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(hits: int, runs: int) -> Interval:
+    """The share of `hits` with Wilson's 95 % interval. Raises ValueError without runs."""
+    if not 0 <= hits <= runs or runs < 1:
+        raise ValueError(f"{hits} of {runs} is not a share; give 0 <= hits <= runs, runs >= 1")
+    share, zz = hits / runs, Z95 * Z95
+    middle = (share + zz / (2 * runs)) / (1 + zz / runs)
+    half = Z95 / (1 + zz / runs) * math.sqrt(share * (1 - share) / runs + zz / (4 * runs * runs))
+    low = 0.0 if hits == 0 else middle - half  # exactly: not the last bit of a difference
+    return Interval(share, low, 1.0 if hits == runs else middle + half)
+
+
+def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
+    """Share of `first` minus share of `second`, each (hits, runs), with Newcombe's interval."""
+    a, b = wilson(*first), wilson(*second)
+    gap = a.value - b.value
+    low = gap - math.hypot(a.value - a.low, b.high - b.value)
+    high = gap + math.hypot(a.high - a.value, b.value - b.low)
+    return Interval(gap, low, high)
+
+
+def fisher_greater(first: tuple[int, int], second: tuple[int, int]) -> float:
+    """Probability of a share at least this much larger in `first` if the arms do not differ.
+
+    Fisher's exact test, one-sided: all ways to deal the same hits to the two arms.
+    """
+    (hits, runs), (other_hits, other_runs) = first, second
+    total = hits + other_hits
+    ways = sum(
+        math.comb(runs, k) * math.comb(other_runs, total - k)
+        for k in range(hits, min(runs, total) + 1)
+        if total - k <= other_runs
+    )
+    return ways / math.comb(runs + other_runs, total)
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Mean and two standard errors to each side; a single value has no interval (nan)."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    if n < 2:
+        return Interval(mean, math.nan, math.nan)
+    variance = math.fsum((x - mean) ** 2 for x in values) / (n - 1)
+    half = 2 * math.sqrt(variance / n)
+    return Interval(mean, mean - half, mean + half)

@@ -1,0 +1,231 @@
+"""Verdicts and what they are made from: the vocabulary that all rules share.
+
+**The rules of verdict, stated before any of the runs that they judge.**
+
+supported            at least `VERDICT_RUNS` runs in each arm, and the outcome is the claimed one:
+                     each rule says what that means (an exact test at 5 %, an interval that
+                     excludes the alternative, a share of at least 4 of 5).
+partly               as many runs; the outcome goes the claimed way, but not far enough, not in
+                     every setting, or with signs of the trouble that should be absent.
+not supported here   as many runs; the outcome is another one. "Here" is meant: in our settings.
+observed             fewer runs in some arm. The effect says which way they point.
+not tested           no run that could decide is archived; the claim names the command.
+
+What is computed rather than run (arithmetic, identities) has no runs and no seeds: it is supported
+or it is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from gpt2.outcomes import VERDICT_RUNS
+from kernels.numerics import Numerics
+from kernels.scope import ScopedNumerics
+
+from .. import RESULTS
+from ..evidence import Archive, archives
+
+SUPPORTED, PARTLY, NOT_SUPPORTED = "supported", "partly", "not supported here"
+OBSERVED, NOT_TESTED = "observed", "not tested"
+VERDICTS = (SUPPORTED, PARTLY, NOT_SUPPORTED, OBSERVED, NOT_TESTED)
+POINTS = {
+    SUPPORTED: "as claimed",
+    PARTLY: "partly as claimed",
+    NOT_SUPPORTED: "against the claim",
+}
+SIGNIFICANT = 0.05
+MOST = 0.8  # four runs of five
+
+
+class Effect(NamedTuple):
+    """One effect in words. where: the regime. beside: what it is compared with. points: of an
+    observation, which way it points."""
+
+    words: str
+    where: str = ""
+    beside: str = ""
+    points: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found: a verdict and its effects, over how many runs (of the smallest arm).
+
+    strength: the cautious end of the effect's interval as a share of 1, to rank findings by.
+    sources: the archives, one phrase each.
+    """
+
+    verdict: str
+    effects: tuple[Effect, ...]
+    runs: int = 0
+    seeds: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    strength: float = 0.0
+
+    @property
+    def lines(self) -> list[str]:
+        """The effects in words, one line a regime; what effects share is said once."""
+        groups = itertools.groupby(dict.fromkeys(self.effects), key=lambda e: e.where)
+        told = ((where, _joined(list(group), _SAID_ONCE)) for where, group in groups)
+        return [f"{where}: {words}" if where else words for where, words in told]
+
+    @property
+    def effect(self) -> str:
+        return "; ".join(self.lines)
+
+
+_SAID_ONCE = (("beside", "; "), ("points", ", "))
+
+
+def _joined(effects: Sequence[Effect], said_once: Sequence[tuple[str, str]]) -> str:
+    if not said_once:
+        return "; ".join(e.words for e in effects)
+    (name, mark), *rest = said_once
+    groups = itertools.groupby(effects, key=lambda e: getattr(e, name))
+    told = ((said, _joined(list(group), rest)) for said, group in groups)
+    return "; ".join(f"{said}{mark}{words}" if said else words for said, words in told)
+
+
+def standing(
+    verdict: str, words: str, runs: int, *, where: str = "", beside: str = "", **more
+) -> Finding:
+    """A finding from runs: with too few of them the verdict becomes its direction, observed."""
+    few = runs < VERDICT_RUNS
+    effect = Effect(words, where, beside, POINTS[verdict] if few else "")
+    return Finding(OBSERVED if few else verdict, (effect,), runs, **more)
+
+
+def untested(why: str) -> Finding:
+    return Finding(NOT_TESTED, (Effect(why),))
+
+
+def computed(holds: bool, words: str) -> Finding:
+    """A finding of arithmetic, with neither runs nor seeds."""
+    return Finding(SUPPORTED if holds else NOT_SUPPORTED, (Effect(words),))
+
+
+def combine(parts: Sequence[Finding]) -> Finding:
+    """One finding from several settings or arms of the same claim.
+
+    Parts with a verdict of their own decide, and must agree; observed parts are told but decide
+    only where nothing else does; what was not tested is left out unless nothing was.
+    """
+    tested = [p for p in parts if p.verdict != NOT_TESTED]
+    if not tested:
+        return parts[0]
+    decided = [p for p in tested if p.verdict != OBSERVED]
+    found = {p.verdict for p in decided or tested}
+    return Finding(
+        verdict=found.pop() if len(found) == 1 else PARTLY,
+        effects=tuple(e for p in tested for e in p.effects),
+        runs=min(p.runs for p in decided or tested),
+        seeds=tuple(sorted({s for p in tested for s in p.seeds})),
+        sources=tuple(dict.fromkeys(s for p in tested for s in p.sources)),
+        strength=min(p.strength for p in decided or tested),
+    )
+
+
+# -- what rules read ------------------------------------------------------------------------------
+
+
+@dataclass
+class Evidence:
+    """The archives below a folder of results, each read once."""
+
+    folder: Path = RESULTS
+    _read: dict[str, list[Archive]] = field(default_factory=dict, repr=False)
+
+    def archives(self, name: str) -> list[Archive]:
+        """All archives of an experiment, oldest first."""
+        if name not in self._read:
+            self._read[name] = archives(name, self.folder)
+        return self._read[name]
+
+    def archive(self, name: str) -> Archive | None:
+        """The newest archive of an experiment, or None."""
+        return next(reversed(self.archives(name)), None)
+
+    def document(self, name: str) -> dict | None:
+        """The newest archive that is one object without rows (`llama-ties`), or None."""
+        found = [json.loads(p.read_text()) for p in (self.folder / name).glob("*.json")]
+        return max(found, key=lambda told: told["date"], default=None)
+
+
+def source(name: str, archive: Archive) -> str:
+    """'failure: 16-core x86_64 CPU, 2026-11-29, not complete'."""
+    p = archive.provenance
+    told = f"{name}: {p.get('machine') or p.get('gpu')}, {p['date']}"
+    return told if archive.complete else f"{told}, not complete"
+
+
+def numerics_of(row: Mapping) -> Numerics:
+    """The attention of a run, outside any scope of layers and heads."""
+    return ScopedNumerics.parse(row["attention"]).base
+
+
+def fraction_bits(row: Mapping) -> int:
+    """Fraction bits to which a run rounds O_bar: 7 in bf16."""
+    return numerics_of(row).unnormalized.format.fraction_bits
+
+
+def regime(archive: Archive, row: Mapping) -> str:
+    """What a failing run rounds, and where it ran: 'cut to 2 fraction bits, cpu preset'."""
+    n = numerics_of(row)
+    low, rest = (s.format.fraction_bits for s in (n.unnormalized, n.probabilities))
+    if low == 7 and rest == 7:
+        words = "bf16"
+    elif low == rest:
+        words = f"bf16 cut to {low} fraction bits"
+    else:
+        words = f"Ō and O cut to {low} fraction bits"
+    return f"{words}, {archive.provenance['preset']} preset"
+
+
+# -- the register of rules ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function that judges. reads: whether it takes (evidence, experiments) before its own."""
+
+    name: str
+    judge: Callable[..., Finding]
+    reads: bool
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        given = inspect.signature(self.judge).parameters
+        return dict(list(given.items())[2 if self.reads else 0 :])
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(judge: Callable[..., Finding]) -> Callable[..., Finding]:
+    """Register a rule that reads archives: judge(evidence, experiment, **parameters).
+
+    It is asked once per experiment of a claim, and `combine` joins the answers.
+    """
+    RULES[judge.__name__] = Rule(judge.__name__, judge, reads=True)
+    return judge
+
+
+def computation(judge: Callable[..., Finding]) -> Callable[..., Finding]:
+    """Register a rule that computes: judge(**parameters)."""
+    RULES[judge.__name__] = Rule(judge.__name__, judge, reads=False)
+    return judge
+
+
+def apply(name: str, parameters: Mapping, evidence: Evidence, experiments: Sequence[str]):
+    """The finding of a rule over all experiments of a claim."""
+    chosen = RULES[name]
+    if not chosen.reads:
+        return chosen.judge(**parameters)
+    return combine([chosen.judge(evidence, e, **parameters) for e in experiments])
