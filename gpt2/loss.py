@@ -75,6 +75,8 @@ class _Fused:
                 self.compiled = torch.compile(_loss_and_grad, dynamic=False)
             return self.compiled(logits, targets, cap, z_loss)
         except Exception as error:  # a compiler's failure has no type of its own
+            if torch.cuda.is_current_stream_capturing():
+                raise  # a CUDA graph's affair (`gpt2.step`): the head is compiled by then
             self.compiled = False
             warnings.warn(
                 f"the loss head runs uncompiled: {type(error).__name__}: {str(error)[:200]}",
