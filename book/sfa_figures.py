@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kernels.formats import FloatFormat, parse_format
 
@@ -145,7 +145,9 @@ def map_figure(
     axis.set_xticks(values, [f"{v:g}" for v in values], rotation=60 if len(values) > 6 else 0)
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set(xlabel=label, ylabel="step at which the run ended", yscale="log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    axis.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
     kinds = {"x": "diverged", "s": "nonfinite", ">": "no failure"}
     shown = [
         Line2D([], [], color=INK, marker=m, linestyle="none", label=k) for m, k in kinds.items()

@@ -213,6 +213,26 @@ def parts_table(captured: Captured, policies: Mapping[str, str] = POLICIES) -> M
     return markdown_table(header, lines)
 
 
+def site_sentence(captured: Captured, policies: Mapping[str, str] = POLICIES) -> str:
+    """Which rounding makes most of delta's error under each softmax, in one sentence."""
+    told = []
+    for label, parts in parts_by_policy(captured, policies).items():
+        sizes = {name: parts[name].size for name in PARTS if name != "all"}
+        if not all(map(math.isfinite, sizes.values())):
+            told.append(f"{label}: not finite")
+            continue
+        most = max(sizes, key=sizes.get)
+        bias = parts["all"].bias
+        told.append(
+            f"{label}: {most} ({sizes[most]:.2f}; the whole error {parts['all'].size:.2f}, its "
+            f"signed mean {bias.mean:+.3f} ± {bias.stderr:.3f})"
+        )
+    return (
+        f"In {captured}, under guarded SFA, the rounding that makes most of δ's error, in rms of "
+        f"plain softmax's whole error: {'; '.join(told)}."
+    )
+
+
 def chosen_captures(paths: Iterable[Path], before: int | None = None) -> list[Captured]:
     """Of each captured step above 0 (and below `before`) the head whose W_Q has the largest norm.
 

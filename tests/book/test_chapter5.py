@@ -52,6 +52,7 @@ from book.sfa_heads import (
     gradient_errors,
     parts_table,
     random_head,
+    site_sentence,
     under,
 )
 from book.sfa_rows import (
@@ -187,6 +188,9 @@ def test_parts_of_deltas_error_add_up_and_rounded_sums_remove_one(captures):
     summed, _ = delta_parts(chosen[0].head, under("paper,matched_bits=2", text), unit)
     assert guarded["P̄ and l"].size > 2 * summed["P̄ and l"].size
     assert "guarded" in parts_table(chosen[0]).data
+    sentence = site_sentence(chosen[0])
+    most = max(PARTS[:3], key=lambda name: plain[name].size)
+    assert f"plain: {most} ({plain[most].size:.2f}; the whole error 1.00" in sentence
     parts = {"plain": plain, "guarded": guarded}
     assert len(parts_figure(parts).axes[0].patches) == 8
 
