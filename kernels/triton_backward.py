@@ -28,12 +28,13 @@ from .triton_common import (
     GRAD_SCORES,
     GRAD_V,
     LOG2E,
-    SCORES,
     load_rows,
     multiply,
     multiply_add,
     round_site,
+    rounded_scores,
     store_rows,
+    visible_keys,
 )
 
 
@@ -70,17 +71,11 @@ def probability_block(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """P = exp(S - lse) [BLOCK_M, BLOCK_N], 0 at hidden keys."""
-    s = multiply(q, tl.trans(k))
-    if not RAW:
-        s = s * scale
     index = row_base[:, None] * Tk + cols[None, :]
-    s = round_site(s, seed, index, S_BITS, S_STOCHASTIC, SCORES)
+    s = rounded_scores(q, k, index, scale, seed, S_BITS, S_STOCHASTIC, RAW)
     p = tl.exp2((s - lse[:, None]) * (unit * LOG2E))
     if MASKED:
-        visible = cols[None, :] < Tk
-        if CAUSAL:
-            visible = visible & (rows[:, None] >= cols[None, :])
-        p = tl.where(visible, p, 0.0)
+        p = tl.where(visible_keys(rows, cols, Tk, CAUSAL), p, 0.0)
     return p
 
 
@@ -170,10 +165,7 @@ def grad_keys_pass(
         q = load_rows(q_base, rows, Tq, q_row, q_col, D, BLOCK_D, not EVEN)
         # beyond the last query lse = inf, so P = 0
         lse = load_vector(lse_base, rows, Tq, float("inf"), not EVEN) * inverse_unit
-        s = multiply(k, tl.trans(q))
-        if not RAW:
-            s = s * scale
-        s = round_site(s, seed, index, S_BITS, S_STOCHASTIC, SCORES)
+        s = rounded_scores(k, q, index, scale, seed, S_BITS, S_STOCHASTIC, RAW)
         p = tl.exp2((s - lse[None, :]) * (unit * LOG2E))
         if MASKED:
             p = tl.where(rows[None, :] >= cols[:, None], p, 0.0)

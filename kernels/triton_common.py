@@ -146,6 +146,30 @@ def multiply_add(a, b, acc):
 
 
 @triton.jit
+def rounded_scores(
+    a, b, index, scale, seed,
+    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """S = a b^T on its grid, in units of alpha if RAW; a [M, D], b [N, D], index int64 [M, N].
+
+    Queries are a in the forward and for dQ, b for dK and dV: the same numbers, transposed.
+    """
+    s = multiply(a, tl.trans(b))
+    if not RAW:
+        s = s * scale
+    return round_site(s, seed, index, BITS, STOCHASTIC, SCORES)
+
+
+@triton.jit
+def visible_keys(rows, cols, Tk, CAUSAL: tl.constexpr):
+    """Which keys the rows see: [len(rows), len(cols)], or [1, len(cols)] if not CAUSAL."""
+    visible = cols[None, :] < Tk
+    if CAUSAL:
+        visible = visible & (rows[:, None] >= cols[None, :])
+    return visible
+
+
+@triton.jit
 def load_rows(
     base, rows, limit, row_stride, col_stride, DIM: tl.constexpr, PADDED: tl.constexpr,
     MASKED: tl.constexpr,

@@ -30,14 +30,14 @@ from .triton_common import (
     LOG2E,
     OUTPUT,
     PROBABILITIES,
-    SCORES,
     UNNORMALIZED,
     load_rows,
-    multiply,
     multiply_add,
     round_nearest_even,
     round_site,
+    rounded_scores,
     store_rows,
+    visible_keys,
 )
 
 # Softmax policies, as numbers that a kernel can compare.
@@ -74,16 +74,10 @@ def score_block(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """S [BLOCK_M, BLOCK_N] in `unit`s, -inf where a key is hidden. k comes as [BLOCK_N, D]."""
-    s = multiply(q, tl.trans(k))
-    if not RAW:
-        s = s * scale
     index = row_base[:, None] * Tk + cols[None, :]
-    s = round_site(s, seed, index, BITS, STOCHASTIC, SCORES)
+    s = rounded_scores(q, k, index, scale, seed, BITS, STOCHASTIC, RAW)
     if MASKED:
-        visible = cols[None, :] < Tk
-        if CAUSAL:
-            visible = visible & (rows[:, None] >= cols[None, :])
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(visible_keys(rows, cols, Tk, CAUSAL), s, float("-inf"))
     return s
 
 
