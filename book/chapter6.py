@@ -1,0 +1,282 @@
+"""Tables and words of chapter 6, bf16 on a GPU, from archives alone (dials: `book.dose`).
+
+Archives are those of `book.recipes` (folder `recipes`) and of `book.evidence --recipe` (folders
+such as `failure-tiny`), made on a GPU. What is not in them is said to be missing; nothing is typed
+from a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from IPython.display import Markdown
+
+from gpt2.outcomes import HEALTHY_FACTOR, VERDICT_RUNS
+
+from .captions import Captioned, archived, caption
+from .chapter1 import FAILED
+from .evidence import RESULTS, Archive, archives
+from .gpu_experiments import BUILDERS
+from .record_figures import record_panels
+from .regimes import RECIPES
+from .survival import share_interval
+from .tables import arm_table, markdown_table, number, step_text
+
+ENOUGH_SEEDS = 4  # of VERDICT_RUNS that must fail, each within MOST_MINUTES, for a recipe to do
+MOST_MINUTES = 5.0
+ARMS = ("low", "delta_fp32", "sdpa")
+
+
+# -- archives -------------------------------------------------------------------------------------
+
+
+def gpu_archives(folder: Path = RESULTS) -> list[Archive]:
+    """All archives of training runs on a GPU, by experiment, oldest first."""
+    names = ["recipes", *(f"{kind}-{recipe}" for recipe in RECIPES for kind in BUILDERS)]
+    found = [archive for name in names for archive in archives(name, folder)]
+    return [a for a in found if a.provenance.get("device") == "cuda"]
+
+
+def gpu_rows(found: Sequence[Archive]) -> list[dict]:
+    """Records of all archived runs, each once, with `recipe`, `experiment`, `source`, `minutes`.
+
+    A run that several experiments share counts for the first of them.
+    """
+    out: dict[str, dict] = {}
+    for archive in found:
+        name = archive.path.parent.name
+        for row in archive.rows:
+            told = {
+                "recipe": row.get("recipe") or _recipe_of(name),
+                "experiment": name,
+                "source": archive.provenance,
+                "minutes": (row["seconds"] or 0.0) / 60,
+            }
+            out.setdefault(row["run"], row | told)
+    return list(out.values())
+
+
+def _recipe_of(experiment: str) -> str:
+    return max((r for r in RECIPES if experiment.endswith(f"-{r}")), key=len)
+
+
+def of(rows: Sequence[Mapping], recipe: str, arm: str) -> list[Mapping]:
+    """The runs from scratch of one arm of a recipe, by seed."""
+    mine = [r for r in rows if (r["recipe"], r["arm"]) == (recipe, arm)]
+    return sorted((r for r in mine if r["forked_at"] is None), key=lambda r: r["seed"])
+
+
+def best_recipe(rows: Sequence[Mapping]) -> str | None:
+    """The recipe whose low-precision arm diverged in most seeds while no twin failed; among
+    equals the soonest. None where none diverged so."""
+    score = {}
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        failed = [row for row in of(rows, recipe, "low") if row["kind"] == "diverged"]
+        twins = [row for row in of(rows, recipe, "delta_fp32") if row["kind"] in FAILED]
+        if failed and not twins:
+            score[recipe] = (-len(failed), sum(row["minutes"] for row in failed) / len(failed))
+    return min(score, key=score.get) if score else None
+
+
+# -- what was tried -------------------------------------------------------------------------------
+
+
+def recipe_table() -> Markdown:
+    """Every declared recipe: what it departs from its preset in."""
+    plain = ("eval_interval", "probe_interval", "checkpoint_interval", "device", "dtype")
+    lines = []
+    for name, how in RECIPES.items():
+        config = how.config
+        told = ", ".join(f"`{k}={v}`" for k, v in how.changes if k not in plain)
+        shape = f"{config.n_layer} x {config.n_head} x {config.head_dim}"
+        tokens = f"{config.tokens_per_step:,}"
+        lines.append([name, how.preset, told or "none", shape, tokens, f"{how.most:,}"])
+    header = ["recipe", "preset", "changes", "layers x heads x width", "tokens a step"]
+    return markdown_table([*header, "must fail within"], lines)
+
+
+def standing(rows: Sequence[Mapping]) -> Markdown:
+    """What has been observed about bf16, in a few sentences; says so if nothing has."""
+    if not rows:
+        return Markdown(
+            "**Nothing has been observed in bf16 yet**: no archive of a GPU holds a run of any "
+            "recipe below. What follows from the dials on a CPU is a prediction, not a finding."
+        )
+    tried = list(dict.fromkeys(row["recipe"] for row in rows))
+    lows = [row for recipe in tried for row in of(rows, recipe, "low")]
+    failed = [row for row in lows if row["kind"] == "diverged"]
+    hours = sum(row["minutes"] for row in rows) / 60
+    told = [
+        f"{len(rows)} runs of {len(tried)} recipes are archived, {hours:.1f} hours of training. "
+        f"bf16 diverged in {len(failed)} of {len(lows)} runs of the low-precision arm, in "
+        f"{len({row['recipe'] for row in failed})} of the {len(tried)} recipes."
+    ]
+    best = best_recipe(rows)
+    if best is None:
+        told.append("**No recipe separates low precision from its twin so far.**")
+    else:
+        told.append(f"The recipe to use is **{best}**: {_recipe_sentence(rows, best)}")
+    return Markdown(" ".join(told))
+
+
+def _recipe_sentence(rows: Sequence[Mapping], recipe: str) -> str:
+    low, twin = of(rows, recipe, "low"), of(rows, recipe, "delta_fp32")
+    failed = [row for row in low if row["kind"] == "diverged"]
+    healthy = sum(row["kind"] == "healthy" for row in twin)
+    steps = sorted(row["diverged_step"] for row in failed)
+    kind = "verdict" if min(len(low), len(twin)) >= VERDICT_RUNS else "observed, not a verdict"
+    quick = len([row for row in failed if row["minutes"] <= MOST_MINUTES])
+    goal = "is met" if quick >= ENOUGH_SEEDS and healthy >= quick else "is not met"
+    return (
+        f"low precision diverged in {len(failed)} of {len(low)} seeds, at steps "
+        f"{span(steps)}; of {len(twin)} twins {healthy} were healthy for "
+        f"{HEALTHY_FACTOR:g} times as long ({kind}). The goal of {ENOUGH_SEEDS} seeds in "
+        f"{VERDICT_RUNS}, each within {MOST_MINUTES:g} minutes, {goal}."
+    )
+
+
+def span(values: Sequence[float]) -> str:
+    """'1,200 to 3,400' of ascending values; 'none' of none."""
+    if not values:
+        return "none"
+    ends = f"{values[0]:,.0f}", f"{values[-1]:,.0f}"
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def runs_table(rows: Sequence[Mapping]) -> Markdown:
+    """Every archived run: outcome, onset, where it stopped, speed, minutes and machine."""
+    if not rows:
+        return Markdown("*No run on a GPU is archived yet.*")
+    lines = []
+    for row in rows:
+        onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
+        speed = row.get("steps_per_s") or _speed(row)
+        cut = row["status"] == "interrupted" and row["steps"] + 1 < (row.get("steps_asked") or 0)
+        outcome = step_text(row) + (" (cut by the clock)" if cut else "")
+        outcome = f"crashed: {row.get('message')}" if row["status"] == "failed" else outcome
+        lines.append(
+            [
+                row["recipe"],
+                row["label"] + ("" if row["forked_at"] is None else f" from {row['forked_at']:,}"),
+                row["seed"],
+                outcome,
+                onset,
+                number(speed, 0),
+                number(row["minutes"], 1),
+                f"{row['source']['machine']}, {row['source']['date']}",
+            ]
+        )
+    header = ["recipe", "arm", "seed", "outcome", "onset", "steps/s", "minutes", "where"]
+    return markdown_table(header, lines)
+
+
+def _speed(row: Mapping) -> float | None:
+    return row["steps"] / row["seconds"] if row["seconds"] else None
+
+
+def success_table(rows: Sequence[Mapping]) -> Markdown:
+    """Per recipe: the share of seeds in which low precision diverged, with its interval, beside
+    the twin and PyTorch's own attention."""
+    if not rows:
+        return Markdown("*No success rate: nothing was run.*")
+    lines = []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        low = of(rows, recipe, "low")
+        if not low:
+            continue
+        failed = [row for row in low if row["kind"] == "diverged"]
+        ends = share_interval(len(failed), len(low))
+        spread = f"{100 * ends[0]:.0f} to {100 * ends[1]:.0f} %"
+        minutes = sorted(row["minutes"] for row in failed)
+        others = [_fates(of(rows, recipe, arm)) for arm in ARMS[1:]]
+        told = [span(sorted(row["diverged_step"] for row in failed))]
+        told += [", ".join(f"{m:.1f}" for m in minutes) or "none"]
+        kind = "verdict" if len(low) >= VERDICT_RUNS else "observed"
+        lines.append([recipe, f"{len(failed)} of {len(low)}", spread, *told, *others, kind])
+    header = ["recipe", "bf16 diverged", "95 % interval", "at steps", "minutes"]
+    header += ["delta from an fp32 O", "PyTorch's own", "standing"]
+    return markdown_table(header, lines)
+
+
+def _fates(rows: Sequence[Mapping]) -> str:
+    if not rows:
+        return "not run"
+    kinds = [row["kind"] for row in rows]
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
+
+# -- paired curves --------------------------------------------------------------------------------
+
+
+def paired(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
+    """'tiny, seed 0' -> the runs on the same batches, low precision first; only real pairs."""
+    out = {}
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        for low in of(rows, recipe, "low"):
+            arms = [r for arm in ARMS for r in of(rows, recipe, arm) if r["seed"] == low["seed"]]
+            if len(arms) > 1:
+                out[f"{recipe}, seed {low['seed']}"] = arms
+    return out
+
+
+def paired_figure(name: str, rows: Sequence[Mapping]) -> Captioned:
+    """Loss, worst norm and tie rate of low precision, its twin and the witness."""
+    figure = record_panels(rows, ["train_loss", "spectral_norm_q", "tie_rate"])
+    told = "; ".join(f"{row['label']}: {step_text(row)}" for row in rows)
+    words = f"Recipe {name}: runs on the same batches from the same weights. {told}."
+    source = archived(rows[0]["source"] | {"seeds": [rows[0]["seed"]]})
+    return caption(figure, words, source, alt=f"Three panels over the steps. {told}.")
+
+
+# -- the other arms -------------------------------------------------------------------------------
+
+OTHER = {
+    "failure": "What is said to help, and other numerics, from the start",
+    "sites": "One site, or all but one, in low precision, as forks of the failing run",
+    "isolation": "Other single changes, as forks of the failing run",
+    "errors": "The error of delta changed, from the start",
+    "errors-forked": "The error of delta changed, as forks of the failing run",
+}
+
+
+def arm_tables(rows: Sequence[Mapping]) -> Markdown:
+    """One table of arms for each experiment that is archived in the best recipe."""
+    recipe = best_recipe(rows)
+    parts = []
+    for kind, title in OTHER.items():
+        mine = [r for r in rows if r["experiment"] == f"{kind}-{recipe}"]
+        if mine:
+            parts += [f"**{title}** (recipe {recipe})", arm_table(mine).data]
+    if not parts:
+        return Markdown("*No run of another arm on a GPU is archived yet.*")
+    return Markdown("\n\n".join(parts))
+
+
+def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
+    """The findings as a list, every number from a record. dials: lines of `book.dose`."""
+    told = [f"- {standing(rows).data}"]
+    recipe = best_recipe(rows)
+    for kind, prefix, words in (
+        ("sites", "only_", "Attribution: with one rounding alone"),
+        ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),
+        ("errors", "", "The same from the start"),
+    ):
+        mine = [r for r in rows if r["experiment"] == f"{kind}-{recipe}" and r["arm"] != "low"]
+        mine = [r for r in mine if r["arm"].startswith(prefix)]
+        if mine:
+            told.append(f"- {words}, {_who_failed(mine)}.")
+        elif kind != "errors":
+            told.append(f"- {words}: not run in bf16.")
+    return Markdown("\n".join([*told, *dials.splitlines()]))
+
+
+def _who_failed(rows: Sequence[Mapping]) -> str:
+    """'failed: S rounded (1 of 1); did not: ...'."""
+    failed, alive = [], []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
+        count = sum(row["kind"] in FAILED for row in mine)
+        words = f"{mine[0]['label']} ({count} of {len(mine)})"
+        (failed if count else alive).append(words)
+    return f"failed: {', '.join(failed) or 'none'}; did not: {', '.join(alive) or 'none'}"

@@ -1,0 +1,118 @@
+"""What of the experiments in bf16 is not archived yet, and what it would cost on one GPU.
+
+Counted from the experiments as declared (`book.gpu_experiments`) and the runs in archives. Costs
+are those runs one after the other at the speed at which the recipe's own runs were measured; side
+by side on a GPU they overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from IPython.display import Markdown
+
+from gpt2.outcomes import HEALTHY_FACTOR
+
+from .chapter6 import best_recipe, of
+from .experiments import Experiment
+from .gpu_experiments import BUILDERS
+from .regimes import RECIPES
+from .tables import markdown_table, number
+
+# Wanted too, and no experiment of this book yet: archives of these names would hold them.
+NOT_DECLARED = {
+    "bf16-muon": "the recipe with Muon for the hidden matrices",
+    "bf16-size": "the recipe twice as wide and twice as deep; GPT-2 small for its early signs",
+    "bf16-captures": "captured heads around onset and divergence, for chapters 3 and 4",
+    "bf16-repeat": "the same run twice: bitwise or not",
+}
+
+
+def missing_runs(experiment: Experiment, recipe: str, rows: Sequence[Mapping]) -> list:
+    """(arm, seed) of an experiment for which no archive has a run that came to its end.
+
+    A run from scratch counts wherever it was archived: the arms of several experiments share it.
+    """
+    mine = [row for row in rows if row["recipe"] == recipe and not _unfinished(row)]
+    done = {
+        (row["arm"], row["seed"], row["forked_at"] is not None)
+        for row in mine
+        if row["forked_at"] is None or row["experiment"] == experiment.name
+    }
+    asked = [(arm, seed) for seed in experiment.seeds for arm in experiment.arms]
+    return [(a, s) for a, s in asked if (a.name, s, a.at is not None) not in done]
+
+
+def _unfinished(row: Mapping) -> bool:
+    """Cut by the clock before it failed, or before the end that was asked of it."""
+    return row["status"] == "interrupted" and row["kind"] not in ("healthy", "onset")
+
+
+def steps_to_failure(recipe: str, rows: Sequence[Mapping]) -> float:
+    """Median over the recipe's failures in bf16; the declared limit where there is none."""
+    failed = [r["diverged_step"] for r in of(rows, recipe, "low") if r["kind"] == "diverged"]
+    return float(np.median(failed)) if failed else float(RECIPES[recipe].most)
+
+
+def speed(recipe: str, rows: Sequence[Mapping]) -> float | None:
+    """Median steps a second of the recipe's archived runs, None without any."""
+    mine = [row for row in rows if row["recipe"] == recipe and row["seconds"]]
+    found = [row.get("steps_per_s") or row["steps"] / row["seconds"] for row in mine]
+    found = [s for s in found if s]
+    return float(np.median(found)) if found else None
+
+
+def remaining_table(rows: Sequence[Mapping], recipe: str | None = None) -> Markdown:
+    """One line per experiment: runs declared, missing, and hours of one GPU for those.
+
+    recipe: the best one by default; if there is none, the first that was declared, without costs.
+    """
+    chosen = recipe or best_recipe(rows)
+    name = chosen or next(iter(RECIPES))
+    steps, pace = steps_to_failure(name, rows), speed(name, rows)
+    lines = []
+    for kind, build in BUILDERS.items():
+        experiment = build(name)
+        left = missing_runs(experiment, name, rows)
+        asked = len(experiment.arms) * len(experiment.seeds)
+        hours = None if not (chosen and pace) else _hours(experiment, left, steps, pace)
+        command = f"`python -m book.evidence {kind} --recipe {name}`"
+        told = "unknown" if hours is None else number(hours, 1)
+        lines.append([experiment.question, asked, len(left), told, command])
+    header = ["question", "runs declared", "missing", "GPU hours, one by one", "command"]
+    return markdown_table(header, lines)
+
+
+def _hours(experiment: Experiment, left: Sequence, steps: float, pace: float) -> float:
+    """Every missing run to HEALTHY_FACTOR times the steps to failure; forks from where they start.
+
+    An upper bound for arms that fail, and for the dials at few bits.
+    """
+    total = 0.0
+    for arm, _ in left:
+        start = 0.0 if arm.at is None else arm.at if isinstance(arm.at, int) else arm.at * steps
+        total += HEALTHY_FACTOR * steps - start
+    return total / pace / 3600
+
+
+def remaining_words(rows: Sequence[Mapping]) -> Markdown:
+    """On what the costs rest, and what is wanted but no experiment yet."""
+    chosen = best_recipe(rows)
+    if chosen is None:
+        told = (
+            "No recipe has been found, so the costs are unknown: first one of them must fail. The "
+            "commands name the recipe that is tried first, as an example."
+        )
+    else:
+        steps, pace = steps_to_failure(chosen, rows), speed(chosen, rows)
+        told = (
+            f"For recipe {chosen}: {HEALTHY_FACTOR:g} times {steps:,.0f} steps a run at "
+            f"{pace:,.0f} steps a second, as archived, one run after the other. Runs side by side "
+            "share a GPU; runs that fail early cost less."
+        )
+    archived = {row["experiment"] for row in rows}
+    wanted = [words for name, words in NOT_DECLARED.items() if name not in archived]
+    lines = [f"- {words}" for words in wanted]
+    head = ["", "Wanted, and no experiment of this book yet:", ""] if lines else []
+    return Markdown("\n".join([told, *head, *lines]))

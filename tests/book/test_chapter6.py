@@ -1,0 +1,218 @@
+"""Chapter 6 from archives: with none, with a recipe that fails, and with one that does not."""
+
+import json
+
+import pytest
+
+from book import chapter6 as c6
+from book import dose
+from book.gpu_experiments import failure
+from book.remaining import missing_runs, remaining_table, remaining_words
+from gpt2.outcomes import Onset, Outcome
+
+SOURCE = {
+    "machine": "Some GPU",
+    "device": "cuda",
+    "date": "2026-11-30",
+    "code": "abc",
+    "preset": "cpu",
+    "corpus": "installed-text",
+    "seeds": [0, 1, 2, 3, 4],
+}
+LABELS = {"low": "low precision", "delta_fp32": "delta from an fp32 O", "sdpa": "PyTorch's own"}
+
+
+def row(recipe, arm, seed, kind, steps, *, minutes=2.0, status="diverged", **more):
+    """A record of a run, as `book.recipes` archives it."""
+    step = {f"{kind}_step": steps} if kind in ("diverged", "nonfinite") else {}
+    sign = Onset(steps // 2, "tie_rate", 1, 0, 0.4, 0.1) if kind == "diverged" else None
+    outcome = Outcome(kind, last_step=steps, onset=sign, **step)
+    curve = {"step": [0, steps], "value": [3.0, 2.0]}
+    told = outcome.to_dict() | {"steps": steps, "onset_step": outcome.onset_step}
+    return told | {
+        "recipe": recipe,
+        "arm": arm,
+        "label": LABELS.get(arm, arm),
+        "seed": seed,
+        "status": status,
+        "forked_at": None,
+        "run": f"{recipe}-{arm}-{seed}",
+        "seconds": 60 * minutes,
+        "steps_per_s": 500.0,
+        "outcome": outcome.to_dict(),
+        "curves": {name: curve for name in ("train_loss", "spectral_norm_q", "tie_rate")},
+        **more,
+    }
+
+
+def confirmed(recipe="tiny", failures=5):
+    """Low precision fails in so many seeds of five; all twins of those are healthy."""
+    kinds = ["diverged"] * failures + ["stable"] * (5 - failures)
+    rows = [row(recipe, "low", s, kind, 40_000 + 1_000 * s) for s, kind in enumerate(kinds)]
+    rows += [
+        row(recipe, "delta_fp32", s, "healthy", 66_002, status="interrupted", steps_asked=66_003)
+        for s in range(failures)
+    ]
+    return [*rows, row(recipe, "sdpa", 0, "healthy", 66_002, status="interrupted")]
+
+
+def save(folder, name, rows, file="gpu.json", **source):
+    path = folder / name / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": SOURCE | source, "rows": rows}))
+
+
+def read(folder):
+    return c6.gpu_rows(c6.gpu_archives(folder))
+
+
+def test_without_archives_the_page_says_that_nothing_was_observed(tmp_path):
+    rows = read(tmp_path)
+    assert rows == [] and c6.best_recipe(rows) is None
+    assert "Nothing has been observed in bf16 yet" in c6.standing(rows).data
+    assert "No run on a GPU" in c6.runs_table(rows).data
+    assert "nothing was run" in c6.success_table(rows).data
+    assert c6.paired(rows) == {} and dose.dose_sets(rows, tmp_path) == {}
+    assert "unknown" in remaining_table(rows).data
+    assert "costs are unknown" in remaining_words(rows).data
+    assert "not run in bf16" in c6.what_you_saw(rows, "").data
+
+
+def test_archives_of_a_cpu_are_no_evidence_of_a_gpu(tmp_path):
+    save(tmp_path, "recipes", confirmed(), device="cpu")
+    assert read(tmp_path) == []
+
+
+def test_a_run_in_two_archives_counts_once(tmp_path):
+    save(tmp_path, "recipes", confirmed())
+    save(tmp_path, "recipes", confirmed(), file="gpu-2.json")
+    shared = {k: v for k, v in confirmed()[0].items() if k != "recipe"}
+    save(tmp_path, "failure-tiny", [shared])
+    rows = read(tmp_path)
+    assert len(rows) == 11 and {r["recipe"] for r in rows} == {"tiny"}
+
+
+@pytest.mark.parametrize("failures, goal", [(5, "is met"), (4, "is met"), (3, "is not met")])
+def test_a_recipe_does_if_four_of_five_seeds_fail_and_their_twins_stay_healthy(
+    tmp_path, failures, goal
+):
+    save(tmp_path, "recipes", confirmed(failures=failures))
+    words = c6.standing(read(tmp_path)).data
+    assert f"diverged in {failures} of 5 seeds" in words and goal in words
+
+
+def test_slow_failures_do_not_meet_the_goal(tmp_path):
+    save(tmp_path, "recipes", [r | {"seconds": 900.0} for r in confirmed()])
+    assert "is not met" in c6.standing(read(tmp_path)).data
+
+
+def test_a_recipe_whose_twin_fails_is_not_the_best(tmp_path):
+    bad = [
+        row("tiny-lr20", "low", 0, "diverged", 900),
+        row("tiny-lr20", "delta_fp32", 0, "diverged", 950),
+    ]
+    save(tmp_path, "recipes", bad)
+    assert "No recipe separates" in c6.standing(read(tmp_path)).data
+    save(tmp_path, "recipes", [*bad, *confirmed("tiny-b64", failures=1)])
+    assert c6.best_recipe(read(tmp_path)) == "tiny-b64"
+
+
+def test_tables_tell_outcome_cost_and_what_was_cut_or_crashed(tmp_path):
+    cut = row("tiny", "low", 7, "stable", 900, status="interrupted", steps_asked=5_000)
+    crash = row("tiny", "low", 8, "stable", 0, status="failed", message="out of memory")
+    save(tmp_path, "recipes", [*confirmed(failures=4), cut, crash])
+    table = c6.runs_table(read(tmp_path)).data
+    assert "diverged at 40,000 | 20,000 | 500 | 2.0 | Some GPU, 2026-11-30" in table
+    assert "stable to 900 (cut by the clock)" in table and "crashed: out of memory" in table
+    assert "healthy to 66,002 (cut" not in table
+    table = c6.success_table(read(tmp_path)).data
+    assert "| tiny | 4 of 7 | 25 to 84 % | 40,000 to 43,000 | 2.0, 2.0, 2.0, 2.0 |" in table
+    assert "| 4 healthy | 1 healthy | verdict |" in table
+
+
+def test_pairs_are_runs_on_the_same_batches(tmp_path):
+    save(tmp_path, "recipes", confirmed())
+    pairs = c6.paired(read(tmp_path))
+    assert [r["arm"] for r in pairs["tiny, seed 0"]] == ["low", "delta_fp32", "sdpa"]
+    assert len(pairs) == 5 and [r["arm"] for r in pairs["tiny, seed 1"]] == ["low", "delta_fp32"]
+    shown = str(c6.paired_figure("tiny, seed 0", pairs["tiny, seed 0"]))
+    assert "diverged at 40,000" in shown and "Some GPU" in shown and "seeds 0" in shown
+
+
+def test_other_arms_are_told_by_experiment(tmp_path):
+    save(tmp_path, "recipes", confirmed())
+    forks = [
+        row("tiny", "only_scores", 0, "stable", 60_000, forked_at=9_000),
+        row("tiny", "only_unnormalized", 0, "diverged", 41_000, forked_at=9_000),
+    ]
+    save(tmp_path, "sites-tiny", forks)
+    rows = read(tmp_path)
+    assert "only_unnormalized | 1 of 1" in c6.arm_tables(rows).data
+    words = c6.what_you_saw(rows, "- dials").data
+    assert "failed: only_unnormalized (1 of 1); did not: only_scores (0 of 1)" in words
+    assert words.endswith("- dials") and "error of $\\delta$ changed: not run in bf16" in words
+
+
+def dial_rows(seeds=(0, 1), limit=40_000):
+    out = []
+    for bits in (2, 3, 4, 5):
+        for seed in seeds:
+            step = 1_000 * 2**bits + 100 * seed
+            kind = "diverged" if step <= limit else "stable"
+            arm = f"matched{bits}"
+            made = row(
+                "tiny", arm, seed, kind, min(step, limit), label=f"matched dial, {bits} bits"
+            )
+            out.append(made)
+    return out
+
+
+@pytest.mark.parametrize("step, fate", [(130_000, "within"), (3_000, "outside")])
+def test_the_dial_is_held_against_bf16_itself(tmp_path, step, fate):
+    save(tmp_path, "dials-tiny", dial_rows())
+    save(tmp_path, "recipes", [row("tiny", "low", 0, "diverged", step)])
+    rows = read(tmp_path)
+    sets = dose.dose_sets(rows, tmp_path)
+    (found,) = dose.fits(sets["recipe tiny"]["points"]).values()
+    assert found.slope == pytest.approx(1.0, abs=0.1) and found.censored == 0
+    words = dose.dose_words(sets).data
+    assert "doubling with each bit is among" in words and f"{fate} the predicted interval" in words
+    assert f"1 failed at {step:,}" in dose.dose_table(sets).data
+    assert "Stars: bf16" in str(dose.dose_captioned("x", sets["recipe tiny"]))
+
+
+def test_a_repeated_run_counts_once_and_the_failing_arm_is_the_dial_at_two_bits(tmp_path):
+    save(tmp_path, "dials", dial_rows(), device="cpu")
+    save(tmp_path, "dials", dial_rows(), file="other.json", machine="Other", device="cpu")
+    low = [row("", "low", s, "diverged", 4_400 + s) for s in (0, 3)]
+    save(tmp_path, "failure", low, device="cpu")
+    told = dose.dose_sets([], tmp_path)["the cpu preset"]
+    assert len(told["points"]) == 8 + 2
+    assert set(told["source"]["machine"].split(", ")) == {"Other", "Some GPU"}
+    assert "untested" in dose.dose_words({"x": told}).data
+
+
+def test_too_few_failures_make_no_prediction(tmp_path):
+    save(tmp_path, "dials", dial_rows(limit=5_000), device="cpu")
+    sets = dose.dose_sets([], tmp_path)
+    assert "too few failures for a line" in dose.dose_table(sets).data
+    assert "No line could be fitted" in dose.dose_words(sets).data
+
+
+def test_what_is_missing_is_counted_and_priced(tmp_path):
+    save(tmp_path, "recipes", confirmed())
+    rows = read(tmp_path)
+    experiment = failure("tiny")
+    left = missing_runs(experiment, "tiny", rows)
+    assert len(left) == 5 * len(experiment.arms) - 11
+    cut = row("tiny", "sdpa", 1, "stable", 900, status="interrupted")
+    assert len(missing_runs(experiment, "tiny", [*rows, cut | {"experiment": "recipes"}])) == len(
+        left
+    )
+    line = remaining_table(rows).data.splitlines()[2]
+    hours = len(left) * 1.5 * 42_000 / 500 / 3600
+    assert (
+        f"| 55 | {len(left)} | {hours:.1f} | `python -m book.evidence failure --recipe tiny`"
+        in line
+    )
+    assert "1.5 times 42,000 steps a run at 500 steps a second" in remaining_words(rows).data
