@@ -108,15 +108,15 @@ def standing(rows: Sequence[Mapping]) -> Markdown:
     failed = [row for row in lows if row["kind"] == "diverged"]
     hours = sum(row["minutes"] for row in rows) / 60
     told = [
-        f"{len(rows)} runs of {len(tried)} recipes are archived, {hours:.1f} hours of training. "
-        f"bf16 diverged in {len(failed)} of {len(lows)} runs of the low-precision arm, in "
-        f"{len({row['recipe'] for row in failed})} of the {len(tried)} recipes."
+        f"Archived so far: {len(rows)} runs, {hours:.1f} hours of training. Of {len(lows)} "
+        f"low-precision runs in bf16 {len(failed)} diverged (recipes tried: {len(tried)}, with a "
+        f"divergence: {len({row['recipe'] for row in failed})})."
     ]
     best = best_recipe(rows)
     if best is None:
         told.append("**No recipe separates low precision from its twin so far.**")
     else:
-        told.append(f"The recipe to use is **{best}**: {_recipe_sentence(rows, best)}")
+        told.append(f"The best recipe so far is **{best}**: {_recipe_sentence(rows, best)}")
     return Markdown(" ".join(told))
 
 
@@ -130,8 +130,8 @@ def _recipe_sentence(rows: Sequence[Mapping], recipe: str) -> str:
     goal = "is met" if quick >= ENOUGH_SEEDS and healthy >= quick else "is not met"
     return (
         f"low precision diverged in {len(failed)} of {len(low)} seeds, at steps "
-        f"{span(steps)}; of {len(twin)} twins {healthy} were healthy for "
-        f"{HEALTHY_FACTOR:g} times as long ({kind}). The goal of {ENOUGH_SEEDS} seeds in "
+        f"{span(steps)}; healthy for {HEALTHY_FACTOR:g} times as long: {healthy} of "
+        f"{len(twin)} twins ({kind}). The goal of {ENOUGH_SEEDS} seeds in "
         f"{VERDICT_RUNS}, each within {MOST_MINUTES:g} minutes, {goal}."
     )
 
@@ -152,8 +152,7 @@ def runs_table(rows: Sequence[Mapping]) -> Markdown:
     for row in rows:
         onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
         speed = row.get("steps_per_s") or _speed(row)
-        cut = row["status"] == "interrupted" and row["steps"] + 1 < (row.get("steps_asked") or 0)
-        outcome = step_text(row) + (" (cut by the clock)" if cut else "")
+        outcome = step_text(row) + (" (cut by the clock)" if was_cut(row) else "")
         outcome = f"crashed: {row.get('message')}" if row["status"] == "failed" else outcome
         lines.append(
             [
@@ -169,6 +168,13 @@ def runs_table(rows: Sequence[Mapping]) -> Markdown:
         )
     header = ["recipe", "arm", "seed", "outcome", "onset", "steps/s", "minutes", "where"]
     return markdown_table(header, lines)
+
+
+def was_cut(row: Mapping) -> bool:
+    """Whether the clock stopped a run before it failed or came to the step asked of it."""
+    asked = row.get("steps_asked")
+    short = row["kind"] != "healthy" if asked is None else row["steps"] + 1 < asked
+    return row["status"] == "interrupted" and short
 
 
 def _speed(row: Mapping) -> float | None:

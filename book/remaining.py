@@ -14,7 +14,7 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import HEALTHY_FACTOR
 
-from .chapter6 import best_recipe, of
+from .chapter6 import best_recipe, of, was_cut
 from .experiments import Experiment
 from .gpu_experiments import BUILDERS
 from .regimes import RECIPES
@@ -34,7 +34,7 @@ def missing_runs(experiment: Experiment, recipe: str, rows: Sequence[Mapping]) -
 
     A run from scratch counts wherever it was archived: the arms of several experiments share it.
     """
-    mine = [row for row in rows if row["recipe"] == recipe and not _unfinished(row)]
+    mine = [row for row in rows if row["recipe"] == recipe and not was_cut(row)]
     done = {
         (row["arm"], row["seed"], row["forked_at"] is not None)
         for row in mine
@@ -42,11 +42,6 @@ def missing_runs(experiment: Experiment, recipe: str, rows: Sequence[Mapping]) -
     }
     asked = [(arm, seed) for seed in experiment.seeds for arm in experiment.arms]
     return [(a, s) for a, s in asked if (a.name, s, a.at is not None) not in done]
-
-
-def _unfinished(row: Mapping) -> bool:
-    """Cut by the clock before it failed, or before the end that was asked of it."""
-    return row["status"] == "interrupted" and row["kind"] not in ("healthy", "onset")
 
 
 def steps_to_failure(recipe: str, rows: Sequence[Mapping]) -> float:

@@ -99,6 +99,7 @@ def test_a_recipe_does_if_four_of_five_seeds_fail_and_their_twins_stay_healthy(
     save(tmp_path, "recipes", confirmed(failures=failures))
     words = c6.standing(read(tmp_path)).data
     assert f"diverged in {failures} of 5 seeds" in words and goal in words
+    assert f"{failures} of {failures} twins" in words
 
 
 def test_slow_failures_do_not_meet_the_goal(tmp_path):
