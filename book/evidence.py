@@ -19,7 +19,6 @@ import json
 import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -31,6 +30,7 @@ from gpt2.data import load_corpus
 from gpt2.fork import parent_state
 from gpt2.runs import Parent, Run, RunStore
 from gpt2.train import train_many
+from kernels.machine import driver_version
 
 from . import ROOT
 from .experiments import EXPERIMENTS, Arm, Experiment
@@ -199,7 +199,7 @@ def provenance(runs: Iterable[Run], preset: str, command: str, commit: str | Non
         "machine": f"{cores}{first.get('machine', platform.machine())}",
         "device": first.get("device"),
         "gpu": first.get("machine") if first.get("device") == "cuda" else None,
-        "driver": _driver() if first.get("device") == "cuda" else None,
+        "driver": driver_version() if first.get("device") == "cuda" else None,
         "platform": first.get("platform"),
         "torch": first.get("torch"),
         "triton": first.get("triton"),
@@ -214,16 +214,6 @@ def provenance(runs: Iterable[Run], preset: str, command: str, commit: str | Non
         "duration_s": round(sum(run.state.get("duration_s") or 0.0 for run in runs), 1),
         "command": command,
     }
-
-
-def _driver() -> str | None:
-    """Version of the NVIDIA driver, or None where nvidia-smi does not answer."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return told.splitlines()[0].strip() if told.strip() else None
 
 
 def write_archive(

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpt2.hardware import device_name
+from kernels.machine import driver_version
 from kernels.numerics import Numerics, parse_numerics
 
 from . import RESULTS, ROOT
@@ -209,16 +210,6 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return (
-            subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0] or None
-        )
-    except OSError:
-        return None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m book.parity_archive", description=__doc__)
     kinds = p.add_subparsers(dest="kind", required=True)
@@ -240,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raw = json.loads(args.raw.read_text())
         told = compact(
             raw,
-            driver=args.driver or _driver(),
+            driver=args.driver or raw["provenance"].get("driver") or driver_version(),
             commit=args.commit or _commit(),
             date=args.date or datetime.date.today().isoformat(),
             duration_s=args.duration,

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import triton_attention
+from .machine import driver_version
 from .numerics import Numerics, flash, paper, stabilized
 from .triton_blocks import Blocks, choose_blocks
 
@@ -286,15 +287,9 @@ def provenance(seconds: float) -> dict:
         check=False,
         cwd=Path(__file__).parent,
     ).stdout.strip()
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
     return dict(
         gpu=torch.cuda.get_device_name(),
-        driver=driver.splitlines()[0].strip() if driver else None,
+        driver=driver_version(),
         torch=torch.__version__,
         triton=triton.__version__,
         commit=commit or None,

@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 
+from kernels.machine import driver_version
+
 _ROWS = pytest.StashKey()
 _STARTED = pytest.StashKey()
 
@@ -100,4 +102,4 @@ def _provenance(reporter, config):
         version = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = dict(torch=torch.__version__, triton=version, python=platform.python_version())
-    return dict(gpu=gpu, **versions, duration_s=duration, **counts)
+    return dict(gpu=gpu, driver=driver_version(), **versions, duration_s=duration, **counts)
