@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from book import recipes
-from book.evidence import archives
+from book import evidence, recipes
+from book.evidence import archives, ended_runs, run_experiment, write_archive
+from book.experiments import in_regime
 from book.gpu_experiments import BUILDERS
 from book.recipes import FIRST, Search, save, wanted
 from book.regimes import RECIPES, Regime, get_recipe
@@ -191,6 +192,34 @@ def test_an_end_of_time_archives_what_was_cut(toys, monkeypatch):
     (row,) = kept.rows
     assert row["status"] == "interrupted" and row["kind"] == "stable" and not kept.complete
     assert row["steps"] > 0 and "SIGINT" in row["message"] and row["train_loss"] > 0
+
+
+def test_evidence_keeps_paused_runs_only_when_asked(toys):
+    folder, made = toys
+    experiment = in_regime("toy", "exact", "?", made["calm"])
+    common = dict(store=RunStore(folder / "paused"), cache_dir=folder / "data", seeds=[0])
+    common["arms"] = ["low"]
+    (run,) = run_experiment(experiment, stop_at=3, progress=False, **common).values()
+    assert run.step == 3 and ended_runs(experiment, **common) == {}
+    kept = ended_runs(experiment, partial=True, **common)
+    assert [key for key in kept] == [("low", 0)]
+    path = write_archive(experiment, kept, "cpu", folder / "paused-results", commit="abc")
+    told = json.loads(path.read_text())
+    assert told["rows"][0]["status"] == "interrupted" and not told["complete"]
+    assert told["provenance"]["commit"]  # its own where there is a repository
+
+
+def test_evidence_takes_recipes_and_refuses_what_it_does_not_know(capsys):
+    assert evidence.main(["--list", "--recipe", "tiny"]) == 0
+    told = capsys.readouterr().out
+    assert "failure-tiny (chapter 6, 11 arms x 5 seeds)" in told and "sites-tiny" in told
+    assert evidence.main(["failures", "--recipe", "tiny"]) == 2
+    assert "did you mean 'failure'" in capsys.readouterr().err
+    assert evidence.main(["failure", "--recipe", "tinny"]) == 2
+    assert "did you mean 'tiny'" in capsys.readouterr().err
+    where = ["--devices", "cuda:7", "--workers", "1", "--store", "none", "--data", "none"]
+    assert evidence.main(["failure", "--seeds", "0", *where]) == 2
+    assert "choose another" in capsys.readouterr().err
 
 
 def test_bad_input_is_refused_in_one_sentence(capsys):
