@@ -28,6 +28,15 @@ def pytest_configure(config):
         config.pluginmanager.register(_Workers(config))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu`, files without a GPU test stay unread: a GPU box may lack what they import."""
+    if config.option.markexpr != "gpu":
+        return None
+    folder = collection_path.is_dir()
+    files = collection_path.rglob("test_*.py") if folder else [collection_path]
+    return None if any("mark.gpu" in file.read_text() for file in files) else True
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
