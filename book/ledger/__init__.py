@@ -6,13 +6,13 @@
 
 `book/claims.yml` holds the claims: text, source, experiment and *rule* are written by people;
 verdict, effect, runs and seeds are written by the rule, and by nothing else. `claims` reads and
-writes the file, `runs`, `measures` and `computed` are the rules, `shares` their intervals, `page`
-what the book shows of them.
+writes the file; `runs`, `courses`, `measures` and `computed` are the rules, `findings` what they
+share, `shares` their intervals; `page` is what the book shows.
 """
 
 from . import computed
 from .claims import CLAIMS, Claim, ClaimError, evaluate, read_claims, stale, write_claims
-from .verdicts import VERDICTS, Evidence, Finding
+from .findings import VERDICTS, Evidence, Finding
 
 __all__ = [
     "CLAIMS",

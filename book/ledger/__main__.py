@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import RESULTS
 from .claims import CLAIMS, evaluate, read_claims, stale, write_claims
-from .verdicts import VERDICTS, Evidence
+from .findings import VERDICTS, Evidence
 
 
 def main(argv: Sequence[str] | None = None) -> int:

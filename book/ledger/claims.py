@@ -6,7 +6,7 @@ A claim in the file:
       claim: ...                         # one sentence that can be false
       source: section 3.2                # of the paper, or "open question"
       chapter: 02-isolation              # the page of the book that shows the evidence
-      experiment: [failure, isolation]   # archives of book/results, or [a function that computes]
+      experiment: [failure*, isolation]  # archives of book/results, or [a function that computes]
       rule: {prevents: {arms: delta_fp32}}
       command: python -m ...             # what makes the evidence; by default book.evidence
       verdict, effect, runs, seeds       # written by `python -m book.ledger --write`
@@ -17,6 +17,7 @@ What is wrong with a file is said in one sentence that names the claim (`ClaimEr
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import inspect
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +26,11 @@ from pathlib import Path
 
 import yaml
 
-from gpt2.config import PRESETS
-
 from .. import ROOT
 from ..experiments import EXPERIMENTS
-from . import computed, measures, runs  # noqa: F401 (they register their rules)
-from .verdicts import NOT_TESTED, RULES, VERDICTS, Evidence, Finding, apply, untested
+from ..gpu_experiments import BUILDERS
+from . import computed, courses, measures, runs  # noqa: F401 (they register their rules)
+from .findings import NOT_TESTED, RULES, SEARCH, VERDICTS, Evidence, Finding, apply, untested
 
 CLAIMS = ROOT / "book" / "claims.yml"
 WRITTEN = ("verdict", "effect", "runs", "seeds")  # by rules, in this order
@@ -66,7 +66,7 @@ class Claim:
     @property
     def run_command(self) -> str:
         """What makes the evidence, and so what to run where it is missing."""
-        known = [name for name in self.experiment if name in EXPERIMENTS]
+        known = [name for name in EXPERIMENTS if _matches(name, self.experiment)]
         return self.command or f"python -m book.evidence {' '.join(known)}"
 
     def evaluate(self, evidence: Evidence) -> Finding:
@@ -191,17 +191,15 @@ def _check_experiments(name: str, rule: str, experiments: list[str], command) ->
                     f"claim {name!r}: {experiment!r} is no function that computes it; "
                     "write it as kernels.rounding.round_to"
                 ) from None
-        elif not _known(experiment) and not command:
+        elif not fnmatch.filter([*EXPERIMENTS, *BUILDERS, SEARCH], experiment) and not command:
             raise ClaimError(
                 f"claim {name!r}: {experiment!r} is no experiment of book.evidence"
                 f"{_nearest(experiment, EXPERIMENTS)}; rename it, or add the command that makes it"
             )
 
 
-def _known(experiment: str) -> bool:
-    """An experiment of book.evidence, on its own preset or on another: `failure-mini`."""
-    name, _, preset = experiment.rpartition("-")
-    return experiment in EXPERIMENTS or (name in EXPERIMENTS and preset in PRESETS)
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

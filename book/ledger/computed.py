@@ -17,7 +17,7 @@ from ..chapter4 import attention_kinds, crafted_rows, offset_values, read_back, 
 from ..chapter4 import tied_rows as rows_with_ties
 from ..numerics_page import crafted_bias
 from ..sfa_rows import attend, boundary, crafted_scores, exact_differences
-from .verdicts import Finding, computation, computed
+from .findings import Finding, computation, computed
 
 FOUR = 4.0  # standard errors off zero that count as a bias
 ZERO = 0.02  # ulp: a bias below this is none

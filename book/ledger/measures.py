@@ -8,8 +8,7 @@ import numpy as np
 
 from ..evidence import Archive
 from ..isolation_figures import FAILED, head_values
-from .shares import mean_interval, wilson
-from .verdicts import (
+from .findings import (
     NOT_SUPPORTED,
     PARTLY,
     SUPPORTED,
@@ -21,6 +20,7 @@ from .verdicts import (
     standing,
     untested,
 )
+from .shares import mean_interval, wilson
 
 # -- heads of failing runs, before they fail ------------------------------------------------------
 

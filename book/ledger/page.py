@@ -14,7 +14,7 @@ from gpt2.outcomes import VERDICT_RUNS
 
 from ..tables import markdown_table
 from .claims import Claim
-from .verdicts import (
+from .findings import (
     NOT_SUPPORTED,
     NOT_TESTED,
     OBSERVED,

@@ -1,8 +1,8 @@
-"""Intervals and exact tests for the few runs that an experiment has.
+"""Intervals for the few runs that an experiment has.
 
 Five runs an arm are no large sample, so nothing here leans on one: Wilson's interval for a share,
-Newcombe's for a difference of shares (method 10: built from Wilson's), Fisher's exact test for two
-arms, and the exact sign test for runs paired by their seed (`kernels.forensics.sign_test`).
+Newcombe's for a difference of shares (method 10: built from Wilson's). Exact tests are
+`book.verdicts.fewer_by_chance` for two arms and `kernels.forensics.sign_test` for pairs.
 """
 
 from __future__ import annotations
@@ -40,21 +40,6 @@ def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
     low = gap - math.hypot(a.value - a.low, b.high - b.value)
     high = gap + math.hypot(a.high - a.value, b.value - b.low)
     return Interval(gap, low, high)
-
-
-def fisher_greater(first: tuple[int, int], second: tuple[int, int]) -> float:
-    """Probability of a share at least this much larger in `first` if the arms do not differ.
-
-    Fisher's exact test, one-sided: all ways to deal the same hits to the two arms.
-    """
-    (hits, runs), (other_hits, other_runs) = first, second
-    total = hits + other_hits
-    ways = sum(
-        math.comb(runs, k) * math.comb(other_runs, total - k)
-        for k in range(hits, min(runs, total) + 1)
-        if total - k <= other_runs
-    )
-    return ways / math.comb(runs + other_runs, total)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

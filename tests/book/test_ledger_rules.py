@@ -1,13 +1,11 @@
 """Every rule turns: archives that say otherwise get another verdict."""
 
-import itertools
 import json
 
 import pytest
 
 from book.ledger import Evidence
-from book.ledger.shares import Z95, difference, fisher_greater, mean_interval, wilson
-from book.ledger.verdicts import (
+from book.ledger.findings import (
     NOT_SUPPORTED,
     NOT_TESTED,
     OBSERVED,
@@ -18,6 +16,7 @@ from book.ledger.verdicts import (
     combine,
     standing,
 )
+from book.ledger.shares import Z95, difference, mean_interval, wilson
 
 LOW = "paper,matched_bits=2"
 ATTENTION = {"low": LOW, "same": LOW, "sham": LOW, "fp32": "exact"}
@@ -30,6 +29,7 @@ def run(arm, seed=0, kind="healthy", step=1000, **more):
         "arm": arm,
         "label": f"arm {arm}",
         "attention": ATTENTION.get(arm, LOW),
+        "status": "diverged" if failed else "finished",
         "seed": seed,
         "kind": kind,
         "steps": step,
@@ -119,6 +119,48 @@ def test_prevents_in_bf16_takes_no_dial_for_bf16(archived):
     assert "bf16, cpu" in apply("prevents", {"arms": "twin"}, evidence, ["y"]).effect
 
 
+def test_forks_count_only_where_their_parent_failed(archived):
+    low = arm("low", *only(4, "diverged"))
+    evidence = archived(x=low + arm("twin", *GOOD, forked_at=250), y=low + arm("twin", *GOOD))
+    assert verdict(evidence, "prevents", arms="twin") == OBSERVED  # four pairs are left
+    assert "failed in 4 of 4" in apply("prevents", {"arms": "twin"}, evidence, ["x"]).effect
+    assert verdict(evidence, "prevents", ("y",), arms="twin") == SUPPORTED
+
+
+def test_a_failing_arm_that_was_cut_says_nothing(archived):
+    cut = arm("low", *only(4, "diverged"), status="interrupted")
+    evidence = archived(x=cut + arm("twin", *GOOD))
+    finding = apply("prevents", {"arms": "twin"}, evidence, ["x"])
+    assert finding.verdict == OBSERVED and "failed in 4 of 4" in finding.effect
+
+
+def tries(recipe, *kinds, asked=1001, **more):
+    return arm("low", *kinds, recipe=recipe, attention="paper", steps_asked=asked, **more)
+
+
+def test_recipes_are_experiments_of_their_own(archived):
+    rows = tries("a", *GOOD) + tries("b", *BAD) + tries("c", *GOOD, asked=5000)
+    rows += [r | {"arm": "twin", "kind": "healthy"} for r in tries("b", *GOOD)]
+    evidence = archived(recipes=rows)
+    assert evidence.names("recipes") == ["recipes/a", "recipes/b", "recipes/c"]
+    found = apply("prevents", {"arms": "twin", "bits": 7}, evidence, ["recipes"])
+    assert found.verdict == SUPPORTED and found.effect.startswith("bf16, recipe b: ")
+
+
+def test_fails_somewhere(archived):
+    evidence = archived(
+        recipes=tries("a", *GOOD) + tries("b", *BAD) + tries("c", *GOOD, asked=5000),
+        y=arm("low", *GOOD, attention="paper"),
+        z=arm("low", *only(2, "diverged"), attention="paper"),
+        dial=arm("low", *BAD),
+    )
+    names = (("recipes",), ("y",), ("z",), ("y", "z", "recipes"), ("dial",))
+    found = [verdict(evidence, "fails_somewhere", n, bits=7) for n in names]
+    assert found == [SUPPORTED, NOT_SUPPORTED, PARTLY, SUPPORTED, NOT_TESTED]
+    effect = apply("fails_somewhere", {"bits": 7}, evidence, ["recipes"]).effect
+    assert "1 of 2 recipes failed" in effect  # c was cut before it could fail
+
+
 def test_few_runs_point_the_way_that_they_point(archived):
     for name, kind, words in (
         ("x", "healthy", "; as claimed, "),
@@ -142,11 +184,6 @@ def test_few_runs_point_the_way_that_they_point(archived):
 def test_still_fails(archived, kinds, expected):
     evidence = archived(x=arm("low", *BAD) + arm("tile", *kinds))
     assert verdict(evidence, "still_fails", arms=["tile"]) == expected
-
-
-def test_still_fails_in_bf16_takes_no_dial_for_bf16(archived):
-    evidence = archived(x=arm("low", *BAD) + arm("tile", *BAD))
-    assert verdict(evidence, "still_fails", arms="tile", bits=7) == NOT_TESTED
 
 
 def test_repeats(archived):
@@ -182,6 +219,10 @@ def test_precedes(archived):
     assert verdict(evidence, "precedes", signal="tie_rate") == NOT_SUPPORTED
     assert verdict(evidence, "precedes", ("y",)) == NOT_SUPPORTED
     assert verdict(evidence, "precedes", ("z",)) == PARTLY
+    untied = arm("low", *BAD, attention="exact,output_bits=2", **onset(300))
+    evidence = archived(w=untied)
+    assert verdict(evidence, "precedes", ("w",)) == SUPPORTED
+    assert verdict(evidence, "precedes", ("w",), signal="tie_rate") == NOT_TESTED
 
 
 def test_needs_ties(archived):
@@ -211,16 +252,22 @@ def test_costs_nothing(archived):
 
 def test_delayed_by_bits(archived):
     def dial(*steps):
-        return [r for b, s in enumerate(steps) for r in arm(f"matched{b}", *BAD, step=s)]
+        return [
+            r
+            for bits, mean in enumerate(steps, start=1)
+            for r in arm(f"matched{bits}", *BAD, step=mean)
+        ]
 
-    healthy = dial(1000) + arm("matched1", *GOOD, step=4000)
+    def moved(rows):
+        return [r | {"diverged_step": r["diverged_step"] + 40 * r["seed"]} for r in rows]
+
     evidence = archived(
-        x=dial(500, 1000, 2000), y=dial(1000, 900), z=dial(500, 900, 800), w=healthy
+        x=moved(dial(500, 1000, 2000)), y=moved(dial(2000, 1000, 500)), z=dial(500)
     )
-    found = [verdict(evidence, "delayed_by_bits", (name,), dial="matched") for name in "xyzw"]
-    assert found == [SUPPORTED, NOT_SUPPORTED, NOT_SUPPORTED, PARTLY]
-    effect = apply("delayed_by_bits", {"dial": "matched"}, evidence, ["w"]).effect
-    assert "0 to 1 bits over x 4.0" in effect
+    found = [verdict(evidence, "delayed_by_bits", (name,), dial="matched") for name in "xyz"]
+    assert found == [SUPPORTED, NOT_SUPPORTED, NOT_TESTED]
+    effect = apply("delayed_by_bits", {"dial": "matched"}, evidence, ["x"]).effect
+    assert "time to failure times 1.9 per bit (1.8 to 2.0), 15 failures" in effect
 
 
 def test_stays_finite(archived):
@@ -424,16 +471,6 @@ def test_at_the_ends_of_wilsons_interval_the_share_is_just_rejected(hits, runs):
     assert inner and share == hits / runs
     for p in inner:
         assert abs(share - p) / (p * (1 - p) / runs) ** 0.5 == pytest.approx(Z95)
-
-
-@pytest.mark.parametrize(
-    "a, b", [((4, 5), (0, 5)), ((5, 5), (0, 5)), ((3, 5), (1, 4)), ((0, 5), (5, 5))]
-)
-def test_fisher_counts_the_ways_to_deal(a, b):
-    """Against all ways to deal the hits to the runs, one by one."""
-    runs = [1] * (a[0] + b[0]) + [0] * (a[1] + b[1] - a[0] - b[0])
-    deals = [sum(c) >= a[0] for c in itertools.combinations(runs, a[1])]
-    assert fisher_greater(a, b) == pytest.approx(sum(deals) / len(deals))
 
 
 def test_differences_and_means_have_their_intervals():

@@ -1,4 +1,4 @@
-"""Verdicts and what they are made from: the vocabulary that all rules share.
+"""Findings: verdicts, the effects behind them, and the archives that rules read.
 
 **The rules of verdict, stated before any of the runs that they judge.**
 
@@ -21,9 +21,9 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpt2.outcomes import VERDICT_RUNS
 from kernels.numerics import Numerics
@@ -40,8 +40,8 @@ POINTS = {
     PARTLY: "partly as claimed",
     NOT_SUPPORTED: "against the claim",
 }
-SIGNIFICANT = 0.05
 MOST = 0.8  # four runs of five
+SEARCH = "recipes"  # the one archive whose rows are of several experiments
 
 
 class Effect(NamedTuple):
@@ -102,7 +102,10 @@ def standing(
     return Finding(OBSERVED if few else verdict, (effect,), runs, **more)
 
 
-def untested(why: str) -> Finding:
+NOTHING = "no archived run decides this"
+
+
+def untested(why: str = NOTHING) -> Finding:
     return Finding(NOT_TESTED, (Effect(why),))
 
 
@@ -119,7 +122,7 @@ def combine(parts: Sequence[Finding]) -> Finding:
     """
     tested = [p for p in parts if p.verdict != NOT_TESTED]
     if not tested:
-        return parts[0]
+        return next((p for p in parts if p.effect != NOTHING), parts[0])
     decided = [p for p in tested if p.verdict != OBSERVED]
     found = {p.verdict for p in decided or tested}
     return Finding(
@@ -137,7 +140,10 @@ def combine(parts: Sequence[Finding]) -> Finding:
 
 @dataclass
 class Evidence:
-    """The archives below a folder of results, each read once."""
+    """The archives below a folder of results, each read once.
+
+    Rows of a search over recipes are told apart: `recipes/tiny` is an experiment of its own.
+    """
 
     folder: Path = RESULTS
     _read: dict[str, list[Archive]] = field(default_factory=dict, repr=False)
@@ -145,8 +151,20 @@ class Evidence:
     def archives(self, name: str) -> list[Archive]:
         """All archives of an experiment, oldest first."""
         if name not in self._read:
-            self._read[name] = archives(name, self.folder)
-        return self._read[name]
+            whole, _, recipe = name.partition("/")
+            found = archives(whole, self.folder)
+            self._read[name] = [_of_recipe(a, recipe) for a in found] if recipe else found
+        return [a for a in self._read[name] if a.rows]
+
+    def names(self, pattern: str) -> list[str]:
+        """Archived experiments of that name, which may end in *; recipes one by one."""
+        folders = sorted(p.name for p in self.folder.glob(pattern) if p.is_dir())
+        found = []
+        for name in folders:
+            rows = [r for a in self.archives(name) for r in a.rows] if name == SEARCH else []
+            recipes = dict.fromkeys(row["recipe"] for row in rows)
+            found += [f"{name}/{recipe}" for recipe in recipes] or [name]
+        return found
 
     def archive(self, name: str) -> Archive | None:
         """The newest archive of an experiment, or None."""
@@ -156,6 +174,10 @@ class Evidence:
         """The newest archive that is one object without rows (`llama-ties`), or None."""
         found = [json.loads(p.read_text()) for p in (self.folder / name).glob("*.json")]
         return max(found, key=lambda told: told["date"], default=None)
+
+
+def _of_recipe(archive: Archive, recipe: str) -> Archive:
+    return replace(archive, rows=[r for r in archive.rows if r["recipe"] == recipe])
 
 
 def source(name: str, archive: Archive) -> str:
@@ -176,7 +198,7 @@ def fraction_bits(row: Mapping) -> int:
 
 
 def regime(archive: Archive, row: Mapping) -> str:
-    """What a failing run rounds, and where it ran: 'cut to 2 fraction bits, cpu preset'."""
+    """What a failing run rounds, and where: 'bf16 cut to 2 fraction bits, cpu preset'."""
     n = numerics_of(row)
     low, rest = (s.format.fraction_bits for s in (n.unnormalized, n.probabilities))
     if low == 7 and rest == 7:
@@ -185,7 +207,14 @@ def regime(archive: Archive, row: Mapping) -> str:
         words = f"bf16 cut to {low} fraction bits"
     else:
         words = f"Ō and O cut to {low} fraction bits"
-    return f"{words}, {archive.provenance['preset']} preset"
+    if "recipe" in row:
+        return f"{words}, recipe {row['recipe']}"
+    known = archive.provenance.get("command", "").partition("--recipe ")[2].split()
+    return f"{words}, recipe {known[0]}" if known else f"{words}, {_preset(archive)}"
+
+
+def _preset(archive: Archive) -> str:
+    return f"{archive.provenance['preset']} preset"
 
 
 # -- the register of rules ------------------------------------------------------------------------
@@ -193,11 +222,16 @@ def regime(archive: Archive, row: Mapping) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A function that judges. reads: whether it takes (evidence, experiments) before its own."""
+    """A function that judges. takes: what comes before its own parameters."""
 
     name: str
     judge: Callable[..., Finding]
-    reads: bool
+    takes: Literal["experiment", "experiments", "nothing"]
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads archives."""
+        return self.takes != "nothing"
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -213,19 +247,30 @@ def rule(judge: Callable[..., Finding]) -> Callable[..., Finding]:
 
     It is asked once per experiment of a claim, and `combine` joins the answers.
     """
-    RULES[judge.__name__] = Rule(judge.__name__, judge, reads=True)
+    RULES[judge.__name__] = Rule(judge.__name__, judge, "experiment")
+    return judge
+
+
+def rule_over_all(judge: Callable[..., Finding]) -> Callable[..., Finding]:
+    """Register a rule that is asked once for all: judge(evidence, experiments, **parameters)."""
+    RULES[judge.__name__] = Rule(judge.__name__, judge, "experiments")
     return judge
 
 
 def computation(judge: Callable[..., Finding]) -> Callable[..., Finding]:
     """Register a rule that computes: judge(**parameters)."""
-    RULES[judge.__name__] = Rule(judge.__name__, judge, reads=False)
+    RULES[judge.__name__] = Rule(judge.__name__, judge, "nothing")
     return judge
 
 
 def apply(name: str, parameters: Mapping, evidence: Evidence, experiments: Sequence[str]):
-    """The finding of a rule over all experiments of a claim."""
+    """The finding of a rule over all experiments of a claim, whose names may end in *."""
     chosen = RULES[name]
     if not chosen.reads:
         return chosen.judge(**parameters)
-    return combine([chosen.judge(evidence, e, **parameters) for e in experiments])
+    names = list(dict.fromkeys(n for e in experiments for n in evidence.names(e)))
+    if not names:
+        return untested()
+    if chosen.takes == "experiments":
+        return chosen.judge(evidence, names, **parameters)
+    return combine([chosen.judge(evidence, name, **parameters) for name in names])
