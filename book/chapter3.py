@@ -13,7 +13,7 @@ from gpt2.train import train_many
 
 from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
-from .error_findings import SAID, answers
+from .error_findings import SAID, verdicts
 from .evidence import Archive, run_experiment
 from .experiments import INJECTED, Experiment
 from .forks import plan_fork
@@ -221,20 +221,20 @@ def what_you_saw(
         )
     told += [f"{row['label'][0].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
     for name, archive in kept.items():
-        told += [f"Archive, {name}: {sentence}" for sentence in archived_answers(name, archive)]
+        told += [f"Archive, {name}: {sentence}" for sentence in archived_verdicts(name, archive)]
     if drift is not None:
         told.append(f"Archive: of the running sums, {drift_words(drift.arm('low'))}.")
     return Markdown("\n".join(f"- {sentence}" for sentence in told))
 
 
-def archived_answers(name: str, archive: Archive | None) -> list[str]:
-    """`answers` of an archive; of forks, those whose failing run failed."""
+def archived_verdicts(name: str, archive: Archive | None) -> list[str]:
+    """`verdicts` of an archive; of forks, those whose failing run failed."""
     if archive is None:
         return []
     if name != "forked":
-        return answers(archive.rows)
+        return verdicts(archive.rows)
     left_out = untested_words(archive.rows)
-    return ([left_out] if left_out else []) + answers(tested(archive.rows))
+    return ([left_out] if left_out else []) + verdicts(tested(archive.rows))
 
 
 def against_the_paper(moments: Moments, kept: Mapping[str, Archive | None]) -> Markdown:

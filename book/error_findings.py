@@ -118,15 +118,20 @@ MEANING = {
 
 
 def answers(rows: Sequence[Mapping]) -> list[str]:
-    """What the outcomes say about sign, bias, row, gradient and direction; nothing else."""
+    """How each arm ended and what that says about sign, bias, row, gradient and direction."""
     arms = by_arm(rows)
-    low = arms.get("low", [])
-    if not failures(low):
-        return ["The failing run did not fail here, so the interventions decide nothing."]
-    told = [_count("The error as it is", low)]
+    told = [_count("The error as it is", arms.get("low", []))]
     told += [_count(words, arms[name]) for name, words in SAID.items() if name in arms]
+    return [*told, *verdicts(rows)]
+
+
+def verdicts(rows: Sequence[Mapping]) -> list[str]:
+    """What the outcomes say, and nothing else; the first sentence says on how many runs."""
+    arms = by_arm(rows)
+    if not failures(arms.get("low", [])):
+        return ["The failing run did not fail here, so the interventions decide nothing."]
     runs = min(len(mine) for mine in arms.values())
-    return [*told, " ".join([f"{standing(runs).capitalize()}:", *_verdicts(arms)])]
+    return [f"Failing run: {counted(arms['low'])} ({standing(runs)}).", *_verdicts(arms)]
 
 
 def _count(words: str, rows: Sequence[Mapping]) -> str:

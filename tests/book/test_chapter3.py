@@ -212,18 +212,18 @@ def outcomes(**failing):
 def test_answers_say_what_outcomes_show_and_no_more():
     rows = outcomes(low=5, mirror=0, random_sign=1, centred=5)
     told = " ".join(error_findings.answers(rows))
-    assert "Verdict: " in told and "dQ" not in told
+    assert "Failing run: 5 of 5 failed (verdict)." in told and "dQ" not in told
+    assert "Random signs: 1 of 5 failed, at 2,000." in told
     assert "Every sign turned: fewer failures (p = 0.004), so the sign" in told
     assert "size alone, in the same rows, is not what it takes" in told
     assert "Without its mean: no fewer failures, so the failure needs no bias" in told
     two = [
         record(arm, s, 900 if arm == "low" else None) for arm in ("low", "mirror") for s in (0, 1)
     ]
-    told = error_findings.answers(two)[-1]
-    assert (
-        told.startswith("Observed, 2 run(s) an arm:") and "chance can do that (p = 0.17)" in told
-    )
-    assert "decide nothing" in error_findings.answers([record("low", 0)])[0]
+    told = error_findings.verdicts(two)
+    assert "(observed, 2 run(s) an arm)" in told[0]
+    assert "chance can do that (p = 0.17)" in told[1]
+    assert "decide nothing" in error_findings.verdicts([record("low", 0)])[0]
     table = error_findings.intervention_table(errors(), rows).data
     assert "2,000, 2,001" in table and "0 of 5" in table
 
@@ -238,25 +238,25 @@ def test_answers_say_what_outcomes_show_and_no_more():
     ],
 )
 def test_one_gradient_or_both(own, keys, words):
-    told = error_findings.answers(outcomes(low=5, own_direction=own, dK_alone=keys))[-1]
-    assert words in told
+    told = error_findings.verdicts(outcomes(low=5, own_direction=own, dK_alone=keys))
+    assert words in told[1]
 
 
 def test_the_shared_direction_is_held_against_its_control():
     rows = outcomes(low=5, own_direction=2, random_direction=2, leading_direction=5)
-    told = error_findings.answers(rows)[-1]
-    assert "spreading its directions prevented no failure" in told and told.endswith("it did.")
+    told = error_findings.verdicts(rows)[1:]
+    assert "spreading its directions prevented no failure" in told[0] and "it did." in told[1]
     rows = outcomes(low=5, own_direction=0, random_direction=0, leading_direction=0)
-    told = error_findings.answers(rows)[-1]
-    assert "cannot say what direction does" in told and told.endswith("it did not.")
+    told = error_findings.verdicts(rows)[1:]
+    assert "cannot say what direction does" in told[0] and told[1].endswith("it did not.")
 
 
 def test_forks_of_runs_that_lived_are_left_out():
     rows = outcomes(low=4, mirror=0)
     kept = Archive(None, {}, rows)
-    assert "With seed 4" in chapter3.archived_answers("forked", kept)[0]
-    assert "4 of 4 failed" in chapter3.archived_answers("forked", kept)[1]
-    assert "4 of 5 failed" in chapter3.archived_answers("from the start", kept)[0]
+    assert "With seed 4" in chapter3.archived_verdicts("forked", kept)[0]
+    assert "4 of 4 failed" in chapter3.archived_verdicts("forked", kept)[1]
+    assert "4 of 5 failed" in chapter3.archived_verdicts("from the start", kept)[0]
 
 
 # -- a real model's parts -------------------------------------------------------------------------
