@@ -194,7 +194,7 @@ def what_you_saw(
 ) -> Markdown:
     """The chapter's findings as a list; every number from a capture or a record.
 
-    kept: the archives of interventions, from scratch ("errors") and "forked".
+    kept: the archives of interventions, "from the start" and "forked".
     """
     last = chosen["at the end"]
     residuals = [m.weight.residual for series in moments.values() for m in series]
@@ -221,7 +221,10 @@ def what_you_saw(
         )
     told += [f"{row['label'][0].upper()}{row['label'][1:]}: {step_text(row)}." for row in rows]
     for name, archive in kept.items():
-        told += [f"Archive, {name}: {sentence}" for sentence in archived_verdicts(name, archive)]
+        found = archived_verdicts(name, archive)
+        told += (
+            ["\n  - ".join([f"Interventions {name}, from the archive:", *found])] if found else []
+        )
     if drift is not None:
         told.append(f"Archive: of the running sums, {drift_words(drift.arm('low'))}.")
     return Markdown("\n".join(f"- {sentence}" for sentence in told))

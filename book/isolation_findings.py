@@ -207,8 +207,8 @@ def searched_units(searches: Archive) -> list[str]:
     often = ", ".join(f"`{unit}` in {n}" for unit, n in counts.most_common(4))
     sizes = ", ".join(str(len(units)) for units in ended)
     return [
-        f"Archived searches ({standing(len(ended))}): {len(ended)} of {len(traces)} ended with a "
-        f"smallest set, of {sizes} places. Most often in it: {often}."
+        f"Archived searches ({standing(len(ended), 'searches')}): {len(ended)} of {len(traces)} "
+        f"ended with a smallest set, of {sizes} places. Most often in it: {often}."
     ]
 
 

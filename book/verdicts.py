@@ -32,9 +32,9 @@ def counted(rows: Sequence[Mapping]) -> str:
     return told if not more else f"{told}, {more} more with an onset"
 
 
-def standing(runs: int) -> str:
+def standing(runs: int, of: str = "run(s) an arm") -> str:
     """'verdict', or 'observed, 3 run(s) an arm'."""
-    return "verdict" if runs >= VERDICT_RUNS else f"observed, {runs} run(s) an arm"
+    return "verdict" if runs >= VERDICT_RUNS else f"observed, {runs} {of}"
 
 
 def tested(rows: Sequence[Mapping], parent: str = "low") -> list[Mapping]:
