@@ -94,11 +94,22 @@ def _joined(effects: Sequence[Effect], said_once: Sequence[tuple[str, str]]) -> 
 
 
 def standing(
-    verdict: str, words: str, runs: int, *, where: str = "", beside: str = "", **more
+    verdict: str,
+    words: str,
+    runs: int,
+    *,
+    where: str = "",
+    beside: str = "",
+    unfit: str = "",
+    **more,
 ) -> Finding:
-    """A finding from runs: with too few of them the verdict becomes its direction, observed."""
-    few = runs < VERDICT_RUNS
-    effect = Effect(words, where, beside, POINTS[verdict] if few else "")
+    """A finding from runs: with too few of them the verdict becomes its direction, observed.
+
+    unfit: why these runs cannot have a verdict however many there are.
+    """
+    few = runs < VERDICT_RUNS or unfit
+    points = POINTS[verdict] if few else ""
+    effect = Effect(words, where, beside, f"{unfit}, {points}" if unfit else points)
     return Finding(OBSERVED if few else verdict, (effect,), runs, **more)
 
 

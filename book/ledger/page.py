@@ -51,7 +51,7 @@ def table(
     chosen = [c for c in claims if verdict in (None, findings[c.id].verdict)]
     rows = "".join(_row(claim, findings[claim.id], ending) for claim in chosen)
     count = "1 claim" if len(chosen) == 1 else f"{len(chosen)} claims"
-    head = "<tr><th>claim</th><th>effect and evidence</th><th>verdict</th></tr>"
+    head = "<tr><th>claim, verdict</th><th>effect, evidence</th></tr>"
     return (
         f'<div class="bit-scroll"><p>{count}.</p><table class="table bit-ledger"><thead>{head}'
         f"</thead><tbody>{rows}</tbody></table></div>"
@@ -64,11 +64,11 @@ def _row(claim: Claim, found: Finding, ending: str) -> str:
     if found.runs:
         seeds = f", seeds {', '.join(map(str, found.seeds))}" if found.seeds else ""
         evidence += f". {found.runs} run{'s' * (found.runs > 1)}{seeds}"
+    effect = "<br>".join(html.escape(line) for line in found.lines)
     return (
-        f"<tr><td>{html.escape(claim.claim)}<br><small>{html.escape(claim.source)}; {where}"
-        f"</small></td><td>{'<br>'.join(html.escape(line) for line in found.lines)}<br>"
-        f"<small>{html.escape(evidence)}</small></td>"
-        f"<td>{_badge(found.verdict)}</td></tr>"
+        f"<tr><td>{_badge(found.verdict)}<br>{html.escape(claim.claim)}<br>"
+        f"<small>{html.escape(claim.source)}; {where}</small></td>"
+        f"<td>{effect}<br><small>{html.escape(evidence)}</small></td></tr>"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gpt2.config import make_config
 from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import sign_test
 
@@ -100,13 +101,15 @@ def prevents(
     failing: str = "low",
     sham: str | None = None,
     bits: int | None = None,
+    heads: int = 0,
 ) -> Finding:
     """Claimed: what differs in each of `arms` prevents the failure of `failing`.
 
     supported: exact test at 5 %, no failure and no onset under the arm, and the sham, if any,
     fails. partly: the same with onsets or rare failures, with a sham that prevents too, or no
     failure at all where the test says that this could be chance. Else not supported. bits: only
-    where the failing runs round O_bar to so many fraction bits (7 is bf16 itself).
+    where the failing runs round O_bar to so many fraction bits (7 is bf16 itself). heads: with
+    fewer layers or heads than this nothing is more than observed.
     """
     archive = evidence.archive(experiment)
     low = failing_rows(archive, failing, bits)
@@ -114,13 +117,22 @@ def prevents(
         return untested()
     if not failures(low):
         return untested(f"nothing to prevent in {experiment}: {told(low)}")
-    parts = [_prevents(experiment, archive, low, name) for name in names(arms)]
+    more = _too_small(archive, heads)
+    parts = [_prevents(experiment, archive, low, name, **more) for name in names(arms)]
     if sham is not None:
-        parts.append(_sham(experiment, archive, low, sham))
+        parts.append(_sham(experiment, archive, low, sham, **more))
     return combine([p for p in parts if p is not None] or [untested()])
 
 
-def _prevents(experiment: str, archive: Archive, low: Rows, name: str) -> Finding | None:
+def _too_small(archive: Archive, heads: int) -> dict:
+    """Why a model has no verdict about heads, if it has none (as in chapter 2)."""
+    config = make_config(archive.provenance["preset"])
+    if min(config.n_layer, config.n_head) >= heads:
+        return {}
+    return {"unfit": f"{config.n_head} heads are too few for a verdict"}
+
+
+def _prevents(experiment: str, archive: Archive, low: Rows, name: str, **more) -> Finding | None:
     low, arm = pair(archive, low, name)
     if not arm:
         return None
@@ -135,19 +147,19 @@ def _prevents(experiment: str, archive: Archive, low: Rows, name: str) -> Findin
     else:
         verdict = PARTLY if failures(arm) == 0 else NOT_SUPPORTED
     strength = wilson(*second).low if verdict == NOT_SUPPORTED else gap.low
-    more = common(experiment, archive, arm, low)
+    more |= common(experiment, archive, arm, low)
     return standing(verdict, effect, runs, beside=told(low), strength=strength, **more)
 
 
-def _sham(experiment: str, archive: Archive, low: Rows, name: str) -> Finding | None:
+def _sham(experiment: str, archive: Archive, low: Rows, name: str, **more) -> Finding | None:
     """The control: a change of the same size elsewhere must not prevent the failure as well."""
     low, sham = pair(archive, low, name)
     if not sham:
         return None
     fails = failures(sham) >= MOST * len(sham)
     verdict = SUPPORTED if fails else NOT_SUPPORTED if failures(sham) == 0 else PARTLY
-    runs, more = min(len(low), len(sham)), common(experiment, archive, sham, low)
-    words = f"control, {told(sham)}"
+    runs, words = min(len(low), len(sham)), f"control, {told(sham)}"
+    more |= common(experiment, archive, sham, low)
     return standing(verdict, words, runs, beside=told(low), strength=1.0, **more)
 
 

@@ -119,6 +119,13 @@ def test_prevents_in_bf16_takes_no_dial_for_bf16(archived):
     assert "bf16, cpu" in apply("prevents", {"arms": "twin"}, evidence, ["y"]).effect
 
 
+def test_a_small_model_has_no_verdict_on_heads(archived):
+    evidence = archived(x=arm("low", *BAD) + arm("twin", *GOOD))
+    found = apply("prevents", {"arms": "twin", "heads": 6}, evidence, ["x"])
+    assert found.verdict == OBSERVED and "2 heads are too few for a verdict, as" in found.effect
+    assert verdict(evidence, "prevents", arms="twin", heads=2) == SUPPORTED
+
+
 def test_forks_count_only_where_their_parent_failed(archived):
     low = arm("low", *only(4, "diverged"))
     evidence = archived(x=low + arm("twin", *GOOD, forked_at=250), y=low + arm("twin", *GOOD))
