@@ -131,8 +131,8 @@ def feature_words(moment: Moment) -> Markdown:
     agree = float((signs.dO.sign() == signs.error.sign()).double().mean())
     return Markdown(
         f"In {agree:.0%} of the features the mean of $dO$ and the mean error of $O$ have the same "
-        f"sign. Taken alone, these means would give $\\sum e = {signs.of_means:+.2g}$; the sum is "
-        f"${signs.total:+.2g}$."
+        f"sign. Taken alone, these means would give a $\\sum e$ of {signs.of_means:+.2g}; it is "
+        f"{signs.total:+.2g}."
     )
 
 

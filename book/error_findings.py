@@ -13,7 +13,7 @@ from .evidence import Archive
 from .experiments import Experiment
 from .isolation_figures import FAILED, by_arm
 from .tables import markdown_table
-from .verdicts import compared, counted, failures, fewer_by_chance, onsets, standing
+from .verdicts import compared, counted, failures, fewer_by_chance, lost_words, onsets, standing
 
 # What each intervention keeps of the failing run's error e, in words.
 KEEPS = {
@@ -131,7 +131,9 @@ def verdicts(rows: Sequence[Mapping]) -> list[str]:
     if not failures(arms.get("low", [])):
         return ["The failing run did not fail here, so the interventions decide nothing."]
     runs = min(len(mine) for mine in arms.values())
-    return [f"Failing run: {counted(arms['low'])} ({standing(runs)}).", *_verdicts(arms)]
+    told = [f"Failing run: {counted(arms['low'])} ({standing(runs)}).", *_verdicts(arms)]
+    lost = lost_words(rows)
+    return [*told, lost] if lost else told
 
 
 def _count(words: str, rows: Sequence[Mapping]) -> str:

@@ -19,7 +19,7 @@ from .evidence import Archive
 from .experiments import Experiment
 from .isolation_figures import FAILED, by_arm, head_values, worst_layer
 from .tables import markdown_table, number, step_text
-from .verdicts import counted, failures, onsets, standing, tested, untested_words
+from .verdicts import counted, failures, lost_words, onsets, standing, tested, untested_words
 
 # What section 3.2 of the paper reports for GPT-2 small with bf16 flash attention; its layers 1 to
 # 12 are our 0 to 11, so its second layer is layer 1 here. True: training failed.
@@ -174,6 +174,7 @@ def archive_findings(experiment: Experiment, rows: Sequence[Mapping]) -> list[st
     others = [mine for n, mine in arms.items() if n not in heads]
     told += _sorted_out("Archived", others)
     told += _sorted_out("Archived, about heads, a demonstration only", [arms[n] for n in heads])
+    told.append(lost_words(rows))
     return [sentence for sentence in told if sentence]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import comb
 
-from gpt2.outcomes import VERDICT_RUNS
+from gpt2.outcomes import DIVERGED_NATS, VERDICT_RUNS
 
 from .isolation_figures import FAILED
 
@@ -52,6 +52,30 @@ def untested_words(rows: Sequence[Mapping], parent: str = "low") -> str:
     return (
         f"With seed {seeds} the failing run did not fail by its last step, so its forks are no "
         "test and are not counted in what follows."
+    )
+
+
+def lost_words(rows: Sequence[Mapping], twin: str = "delta_fp32") -> str:
+    """Names runs that did not fail by the rule and yet ended a nat above their twin's loss.
+
+    The rule asks for a rise above a run's *own* minimum, so a run that never learnt is not called
+    diverged. Losses are held out, the twin's of the same seed. Empty where there are none.
+    """
+    ends = {row["seed"]: row["held_out_loss"] for row in rows if row["arm"] == twin}
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        loss, other = row["held_out_loss"], ends.get(row["seed"])
+        if row["kind"] in FAILED or loss is None or other is None:
+            continue
+        if loss - other >= DIVERGED_NATS:
+            found.setdefault(row["label"], []).append(f"{loss - other:.1f}")
+    if not found:
+        return ""
+    told = "; ".join(f"{label} (+{', +'.join(above)})" for label, above in found.items())
+    return (
+        "Not called failed, because they never fell far enough to rise by a nat, or rose by a "
+        "little less, but at least a nat above the twin with delta from an fp32 O at the end: "
+        f"{told}."
     )
 
 

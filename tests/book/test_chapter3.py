@@ -196,7 +196,7 @@ def test_running_sums_are_kept_with_their_band():
 
 def record(arm, seed, step=None):
     kind = "diverged" if step else "healthy"
-    told = dict(arm=arm, label=arm, seed=seed, kind=kind, steps=step or 4_000)
+    told = dict(arm=arm, label=arm, seed=seed, kind=kind, steps=step or 4_000, held_out_loss=1.8)
     return told | dict(diverged_step=step, nonfinite_step=None)
 
 

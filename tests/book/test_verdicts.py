@@ -25,6 +25,17 @@ def test_only_seeds_whose_failing_run_failed_are_a_test():
     assert verdicts.untested_words(runs(["diverged"])) == ""
 
 
+def test_runs_that_learnt_nothing_are_named_though_they_did_not_fail():
+    def run(arm, loss, kind="onset"):
+        return {"arm": arm, "label": arm, "seed": 0, "kind": kind, "held_out_loss": loss}
+
+    twin = run("delta_fp32", 1.8, "healthy")
+    rows = [twin, run("worse", 2.7), run("lost", 3.3), run("failed", 3.4, "diverged")]
+    told = verdicts.lost_words(rows)
+    assert "lost (+1.5)." in told and "worse" not in told and "failed (" not in told
+    assert verdicts.lost_words([twin, run("worse", 2.7)]) == verdicts.lost_words(rows[2:]) == ""
+
+
 @pytest.mark.parametrize("mine, low", [(0, 5), (1, 5), (0, 4), (1, 4), (4, 5), (2, 2), (5, 5)])
 def test_chance_is_that_of_dealing_the_same_failures_to_the_arms_at_random(mine, low):
     a, b = (runs(["diverged"] * n + ["healthy"] * (5 - n)) for n in (mine, low))
