@@ -259,7 +259,10 @@ def _of_all(evidence: Evidence, experiment: str, wanted) -> list[tuple[Archive, 
 
 @rule
 def only_the_order(evidence: Evidence, experiment: str, *, passes: str) -> Finding:
-    """Claimed: every loss has the bits of one process that takes the same passes."""
+    """Claimed: every loss has the bits of one process that takes the same passes.
+
+    supported: so in every comparison; else not.
+    """
     found = _of_all(evidence, experiment, lambda r: passes in r.get("a", "") and "error" not in r)
     if not found:
         return untested(f"no archived comparison of passes in {experiment}")

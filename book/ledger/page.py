@@ -92,7 +92,7 @@ def counts(findings: Findings) -> Markdown:
 def rules(claims: Sequence[Claim]) -> Markdown:
     """The rules that these claims use, in their own words, and how many use each."""
     used = Counter(claim.rule for claim in claims)
-    lines = [[f"`{name}`", used[name], *_told(name)] for name in RULES if used[name]]
+    lines = [[f"`{name}`", count, *_told(name)] for name, count in used.most_common()]
     return markdown_table(["rule", "claims", "what is claimed", "how it is judged"], lines)
 
 
@@ -100,7 +100,7 @@ def _told(name: str) -> tuple[str, str]:
     """First sentences up to the verdicts, and the rest, of a rule's docstring."""
     first, _, rest = inspect.getdoc(RULES[name].judge).partition("\n\n")
     claimed = " ".join(first.removeprefix("Claimed: ").split())
-    return claimed.replace("`", ""), " ".join(rest.split()).replace("`", "") or "it holds"
+    return claimed, " ".join(rest.split()) or "it holds"
 
 
 def ranked(claims: Sequence[Claim], findings: Findings, verdict: str, runs: bool) -> list[Claim]:

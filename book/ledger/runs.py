@@ -231,7 +231,10 @@ def fails_somewhere(
 def repeats(
     evidence: Evidence, experiment: str, *, arms: list[str], failing: str = "low"
 ) -> Finding:
-    """Claimed: `arms` repeat the failing run, to the step and the loss at which it ends."""
+    """Claimed: `arms` repeat the failing run, to the step and the loss at which it ends.
+
+    supported: all of them do; partly: some; not supported: none.
+    """
     archive = evidence.archive(experiment)
     first = [] if archive is None else archive.arm(failing)
     second = [row for name in arms for row in archive.arm(name)] if first else []
@@ -253,7 +256,10 @@ def repeats(
 def same_steps(
     evidence: Evidence, experiment: str, *, arm: str, other: str, other_arm: str
 ) -> Finding:
-    """Claimed: the same seed fails at the same step on two machines, within 1 %."""
+    """Claimed: the same seed fails at the same step on two machines, within 1 %.
+
+    supported: every seed does; partly: some; not supported: none.
+    """
     archives = [evidence.archive(name) for name in (experiment, other)]
     if None in archives:
         return untested(f"{experiment} or {other} is not archived")
