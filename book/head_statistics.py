@@ -214,7 +214,8 @@ def output_error(head: Head, numerics: Numerics | str, *, seed: int = 0) -> Outp
     square = float(error.square().mean())
     rows = error.shape[1]
     common = error.mean(1).square() - error.var(1) / rows
-    delta = (head.dO.double() * (low - high)).sum(-1)
+    dO = pieces.on_grid(head.dO, setting.numerics).double()
+    delta = (dO * (low - high)).sum(-1)
     return OutputError(
         bias=clustered_mean(away, labels),
         rms=square**0.5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 
 from IPython.display import Markdown
@@ -14,7 +15,7 @@ from .captions import Provenance, caption
 from .chapter4 import ReadBack, StoredError, plus_minus
 from .head_statistics import Moment, OutputError, told
 from .rounding_figures import trace_figure
-from .tables import half_width, markdown_table, over_runs
+from .tables import half_width, markdown_table, over_runs, ratio_interval
 
 
 def trace_page(trace: RoundingTrace, title: str, numerics: str, provenance: Provenance) -> str:
@@ -90,39 +91,51 @@ def parts_over_seeds(records: Sequence[Mapping]) -> Markdown:
     """What kinds of rows and sites add to the mean error of delta, over seeds, per version.
 
     One line per version and part: share of the rows, what it adds (in rms, with the 95 % interval
-    over seeds; kinds of rows add up to the mean, and so do the sites), share of the squares.
+    over seeds; kinds of rows add up to the mean, and so do the sites), its share of the sum where
+    the mean is off zero (Fieller's interval), share of the squares.
     """
     lines = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         mine = [r for r in records if r["arm"] == arm]
-        whole = over_runs([r["mean"][0] for r in mine])
-        lines.append([arm, "all rows", "100%", with_interval(whole), "100%", len(mine)])
+        means = [r["mean"][0] for r in mine]
+        lines.append([arm, "all rows", "100%", with_interval(over_runs(means)), "", "100%"])
         for name, label in PART_LABELS.items():
-            parts = [(r["parts"][name], r["rows"]) for r in mine if name in r["parts"]]
-            if parts:
-                adds = over_runs([p["adds"][0] for p, _ in parts])
-                rows = over_runs([p["rows"] / n for p, n in parts]).mean
-                energy = over_runs([p["energy"] for p, _ in parts]).mean
-                told = [f"{rows:.0%}", with_interval(adds), f"{energy:.0%}", len(parts)]
-                lines.append([arm, label, *told])
+            if all(name in r["parts"] for r in mine):
+                parts = [r["parts"][name] for r in mine]
+                adds = [p["adds"][0] for p in parts]
+                rows = over_runs([p["rows"] / r["rows"] for p, r in zip(parts, mine)]).mean
+                energy = over_runs([p["energy"] for p in parts]).mean
+                told = [with_interval(over_runs(adds)), _share(adds, means), f"{energy:.0%}"]
+                lines.append([arm, label, f"{rows:.0%}", *told])
     header = ["numerics", "part", "of the rows", "adds to the mean (rms)"]
-    header += ["of the squares", "runs"]
+    header += ["share of the sum", "of the squares"]
     return markdown_table(header, lines)
 
 
+def _share(adds: Sequence[float], means: Sequence[float]) -> str:
+    share, low, high = ratio_interval(adds, means)
+    return "-" if high == math.inf else f"{share:.0%} [{low:.0%}, {high:.0%}]"
+
+
 def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
-    """Bias of O in ulps and mean error of delta after each change, over seeds, per version."""
+    """Bias of O in ulps and mean error of delta after each change, over seeds, per version.
+
+    The change of the mean error is paired: against the same head as captured.
+    """
     lines = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         mine = [r for r in records if r["arm"] == arm]
+        before = [r["changed"]["as captured"]["delta"][0] for r in mine]
         for name in mine[0]["changed"]:
             found = [r["changed"][name] for r in mine]
             bias = over_runs([f["bias"][0] for f in found])
-            delta = over_runs([f["delta"][0] for f in found])
+            after = [f["delta"][0] for f in found]
+            change = over_runs([y - x for x, y in zip(before, after)])
             off = sum(abs(f["delta"][0]) > 2 * f["delta"][1] for f in found)
-            told = [with_interval(bias, 4), with_interval(delta), f"{off} of {len(found)}"]
-            lines.append([f"{arm}: {name}", *told])
-    header = ["head", "bias of O (ulp)", "mean error of δ (rms)", "off zero by 2 errors"]
+            told = [with_interval(bias, 4), with_interval(over_runs(after))]
+            told += ["-" if name == "as captured" else with_interval(change)]
+            lines.append([f"{arm}: {name}", *told, f"{off} of {len(found)}"])
+    header = ["head", "bias of O (ulp)", "mean error of δ (rms)", "its change", "runs off zero"]
     return markdown_table(header, lines)
 
 
@@ -138,7 +151,7 @@ def seeds_findings(records: Sequence[Mapping]) -> list[str]:
         stored = over_runs([r["changed"]["as captured"]["bias"][0] for r in mine])
         standing = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
         told.append(
-            f"**{arm[:1].upper()}{arm[1:]}**, {len(mine)} runs ({standing}): the mean error of δ "
+            f"**{arm[:1].upper()}{arm[1:]}**, {len(mine)} run(s), {standing}: the mean error of δ "
             f"is {with_interval(bias)} of its rms, {_off(bias)}; tied rows add "
             f"{with_interval(tied)} to it. They are {rows:.0%} of the rows and carry {energy:.0%} "
             f"of the squares. The stored O errs by {with_interval(stored, 4)} ulp, {_off(stored)}."

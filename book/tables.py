@@ -5,6 +5,7 @@ Everything is Markdown made from values that code or runs hold; nothing is typed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
@@ -112,3 +113,23 @@ def over_runs(values: Sequence[float]) -> SignedMean:
 def half_width(found: SignedMean) -> float:
     """Half of the 95 % interval (Student's t) of a mean over `found.n` runs; nan for one."""
     return _STUDENT.get(found.n - 1, 1.96) * found.stderr
+
+
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float, float]:
+    """mean(parts) / mean(wholes) over paired runs, with Fieller's 95 % interval.
+
+    The interval holds all ratios r for which the mean of part - r * whole is not off zero. It is
+    (-inf, inf) where the mean of the wholes itself is not off zero, or with fewer than two runs.
+    """
+    a, b = (torch.tensor(x, dtype=torch.float64) for x in (parts, wholes))
+    n, ratio = len(a), float(a.mean() / b.mean())
+    if n < 2:
+        return ratio, -math.inf, math.inf
+    cov = torch.cov(torch.stack([a, b])) * (_STUDENT.get(n - 1, 1.96) ** 2 / n)
+    square = float(b.mean() ** 2 - cov[1, 1])
+    half = float(a.mean() * b.mean() - cov[0, 1])
+    rest = float(a.mean() ** 2 - cov[0, 0])
+    if square <= 0:
+        return ratio, -math.inf, math.inf
+    root = math.sqrt(max(half**2 - square * rest, 0.0))
+    return ratio, (half - root) / square, (half + root) / square

@@ -30,7 +30,7 @@ from book.rounding_words import (
     what_you_saw,
     with_interval,
 )
-from book.tables import half_width, over_runs
+from book.tables import half_width, over_runs, ratio_interval
 from kernels.forensics import as_head, delta_error, rounding_trace
 from kernels.numerics import paper
 
@@ -212,6 +212,7 @@ def test_records_are_plain_json_and_draw(series, tmp_path, monkeypatch):
     assert adds["tied"] + adds["absorbing"] + adds["other"] == pytest.approx(mean, abs=1e-5)
     assert adds["unnormalized"] + adds["output"] == pytest.approx(mean, abs=1e-5)
     assert kept.rows[0]["changed"]["as captured"]["bias"][0] > 0.2
+    assert kept.rows[0]["changed"]["as captured"]["delta"] == kept.rows[0]["mean"]
     assert abs(kept.rows[2]["changed"]["as captured"]["bias"][0]) < 0.02  # stochastic
     rows = rounding_evidence.bias_rows(kept.rows)
     assert len(intervals(rows, label="x").axes[0].get_yticks()) == 8
@@ -219,7 +220,7 @@ def test_records_are_plain_json_and_draw(series, tmp_path, monkeypatch):
     assert "100%" in seeds_table(kept.rows).data.split("\n")[2]
     assert "V balanced" in changes_over_seeds(kept.rows).data
     as_trained, *_, unbiased = seeds_findings(kept.rows)
-    assert "2 runs (observed)" in as_trained and "-0.0000" not in as_trained
+    assert "2 run(s), observed" in as_trained and "-0.0000" not in as_trained
     assert "stochastic" in unbiased
     assert rounding_evidence.main(["--seeds", "a"]) == 2
 
@@ -229,3 +230,17 @@ def test_an_interval_over_runs_is_students():
     assert half_width(found) == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert with_interval(found, 1) == "+2.0 [-0.5, +4.5]"
     assert with_interval(over_runs([1.0]), 1) == "+1.0 (one run)"
+
+
+def test_shares_over_runs_have_fiellers_interval():
+    wholes = [1.0, 1.2, 0.9, 1.1, 1.0]
+    ratio, low, high = ratio_interval([0.5 * w for w in wholes], wholes)
+    assert (ratio, low, high) == pytest.approx((0.5, 0.5, 0.5))  # the same share in every run
+    parts = [0.4, 0.7, 0.5, 0.6, 0.4]
+    ratio, low, high = ratio_interval(parts, wholes)
+    for edge in (low, high):  # at an edge the mean of part - edge * whole is just off zero
+        found = over_runs([p - edge * w for p, w in zip(parts, wholes)])
+        assert abs(found.mean) == pytest.approx(half_width(found), rel=1e-6)
+    assert low < ratio < high
+    assert ratio_interval(parts, [1.0, -1.0, 0.5, -0.7, 0.3])[2] == math.inf
+    assert ratio_interval([1.0], [2.0]) == (0.5, -math.inf, math.inf)
