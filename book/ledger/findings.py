@@ -25,12 +25,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from gpt2.config import RunConfig, make_config
 from gpt2.outcomes import VERDICT_RUNS
 from kernels.numerics import Numerics
 from kernels.scope import ScopedNumerics
 
 from .. import RESULTS
 from ..evidence import Archive, archives
+from ..regimes import get_recipe
 
 SUPPORTED, PARTLY, NOT_SUPPORTED = "supported", "partly", "not supported here"
 OBSERVED, NOT_TESTED = "observed", "not tested"
@@ -218,14 +220,22 @@ def regime(archive: Archive, row: Mapping) -> str:
         words = f"bf16 cut to {low} fraction bits"
     else:
         words = f"Ō and O cut to {low} fraction bits"
-    if "recipe" in row:
-        return f"{words}, recipe {row['recipe']}"
-    known = archive.provenance.get("command", "").partition("--recipe ")[2].split()
-    return f"{words}, recipe {known[0]}" if known else f"{words}, {_preset(archive)}"
+    recipe = recipe_of(archive, row)
+    return f"{words}, " + (
+        f"recipe {recipe}" if recipe else f"{archive.provenance['preset']} preset"
+    )
 
 
-def _preset(archive: Archive) -> str:
-    return f"{archive.provenance['preset']} preset"
+def recipe_of(archive: Archive, row: Mapping) -> str | None:
+    """The recipe of `book.regimes` that a run was trained in, if it was one."""
+    told = archive.provenance.get("command", "").partition("--recipe ")[2].split()
+    return row.get("recipe") or (told[0] if told else None)
+
+
+def model_of(archive: Archive, row: Mapping) -> RunConfig:
+    """The shape of the model that a run trained, up to what its arm changes."""
+    recipe = recipe_of(archive, row)
+    return get_recipe(recipe).config if recipe else make_config(archive.provenance["preset"])
 
 
 # -- the register of rules ------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpt2.config import make_config
 from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import sign_test
 
@@ -26,6 +25,7 @@ from .findings import (
     Finding,
     combine,
     fraction_bits,
+    model_of,
     regime,
     rule,
     rule_over_all,
@@ -117,16 +117,16 @@ def prevents(
         return untested()
     if not failures(low):
         return untested(f"nothing to prevent in {experiment}: {told(low)}")
-    more = _too_small(archive, heads)
+    more = _too_small(archive, low[0], heads)
     parts = [_prevents(experiment, archive, low, name, **more) for name in names(arms)]
     if sham is not None:
         parts.append(_sham(experiment, archive, low, sham, **more))
     return combine([p for p in parts if p is not None] or [untested()])
 
 
-def _too_small(archive: Archive, heads: int) -> dict:
+def _too_small(archive: Archive, row: Mapping, heads: int) -> dict:
     """Why a model has no verdict about heads, if it has none (as in chapter 2)."""
-    config = make_config(archive.provenance["preset"])
+    config = model_of(archive, row)
     if min(config.n_layer, config.n_head) >= heads:
         return {}
     return {"unfit": f"{config.n_head} heads are too few for a verdict"}

@@ -124,6 +124,9 @@ def test_a_small_model_has_no_verdict_on_heads(archived):
     found = apply("prevents", {"arms": "twin", "heads": 6}, evidence, ["x"])
     assert found.verdict == OBSERVED and "2 heads are too few for a verdict, as" in found.effect
     assert verdict(evidence, "prevents", arms="twin", heads=2) == SUPPORTED
+    recipe = [r | {"recipe": "mini-lr5"} for r in arm("low", *BAD) + arm("twin", *GOOD)]
+    evidence = archived(y=recipe)  # six layers of six heads
+    assert verdict(evidence, "prevents", ("y",), arms="twin", heads=6) == SUPPORTED
 
 
 def test_forks_count_only_where_their_parent_failed(archived):
