@@ -101,7 +101,7 @@ def prevents(
     failing: str = "low",
     sham: str | None = None,
     bits: int | None = None,
-    heads: int = 0,
+    heads: int | None = None,
 ) -> Finding:
     """Claimed: what differs in each of `arms` prevents the failure of `failing`.
 
@@ -117,7 +117,7 @@ def prevents(
         return untested()
     if not failures(low):
         return untested(f"nothing to prevent in {experiment}: {told(low)}")
-    more = _too_small(archive, low[0], heads)
+    more = _too_small(archive, low[0], heads) if heads else {}
     parts = [_prevents(experiment, archive, low, name, **more) for name in names(arms)]
     if sham is not None:
         parts.append(_sham(experiment, archive, low, sham, **more))
