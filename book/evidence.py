@@ -22,10 +22,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpt2.config import RunConfig
+from gpt2.config import RunConfig, make_config
 from gpt2.data import load_corpus
 from gpt2.fork import parent_state
 from gpt2.runs import Parent, Run, RunStore
@@ -294,6 +294,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("names", nargs="*", metavar="EXPERIMENT", help="which (default: all, in order)")
     p.add_argument("--list", action="store_true", help="say what there is and what it asks")
     p.add_argument("--preset", help="another preset than the experiment's own")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of every run"
+    )
     p.add_argument("--recipe", help="in this recipe of book.regimes, such as tiny")
     p.add_argument("--seeds", help="only these, such as 0,1,2")
     p.add_argument("--arms", help="only these arms, separated by commas")
@@ -328,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parser().parse_args(argv)
     try:
-        chosen = _experiments(args.names, args.recipe)
+        chosen = [with_settings(e, args.set) for e in _experiments(args.names, args.recipe)]
         seeds = None if args.seeds is None else [int(s) for s in args.seeds.split(",")]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -373,16 +376,29 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
     runs = ended_runs(experiment, partial=args.partial, **common)
     if runs:
         preset = args.preset or experiment.preset
-        command = None
+        name, how = experiment.name, f"--preset {preset}"
         if args.recipe:
-            name = experiment.name.removesuffix(f"-{args.recipe}")
-            command = f"python -m book.evidence {name} --recipe {args.recipe}"
+            name, how = name.removesuffix(f"-{args.recipe}"), f"--recipe {args.recipe}"
+        how = " ".join([how, *(f"--set {text}" for text in args.set)])
+        command = f"python -m book.evidence {name} {how}"
         path = write_archive(experiment, runs, preset, Path(args.results), args.commit, command)
         for row in collect(experiment, runs):
             step = row["diverged_step"] or row["nonfinite_step"] or row["steps"]
             print(f"  {row['label']:40} seed {row['seed']}: {row['kind']} {step}", flush=True)
         print(f"{path} after {time.monotonic() - start:.0f} s", flush=True)
     return code
+
+
+def with_settings(experiment: Experiment, told: Sequence[str]) -> Experiment:
+    """The experiment with "key=value" settings in every run. Raises ValueError for a bad one."""
+    changes = []
+    for text in told:
+        key, sign, value = text.partition("=")
+        if not sign:
+            raise ValueError(f"--set {text!r} is no setting; write it as key=value")
+        changes.append((key, value))
+    make_config(experiment.preset, dict(changes))
+    return replace(experiment, base=(*experiment.base, *changes))
 
 
 def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:

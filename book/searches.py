@@ -21,7 +21,7 @@ from gpt2.runs import Run, RunStore
 
 from . import ROOT
 from .chapter2 import search_sites
-from .evidence import RESULTS, run_experiment, save_archive
+from .evidence import RESULTS, run_experiment, save_archive, with_settings
 from .experiments import isolation
 from .forks import fork_end, fork_step
 
@@ -34,6 +34,7 @@ class Options:
     """What every search of one call shares; until_time: no fork begins later (`time.time`)."""
 
     preset: str
+    settings: tuple[str, ...]
     by: str
     budget: int
     until_time: float
@@ -43,7 +44,7 @@ class Options:
 
 def search(seed: int, options: Options) -> tuple[dict, Run]:
     """(record of one seed's search, the failing run). Runs in a process of its own."""
-    experiment = isolation(options.preset, until=UNTIL)
+    experiment = with_settings(isolation(options.preset, until=UNTIL), options.settings)
     common = dict(store=RunStore(options.store), progress=False, cache_dir=options.data)
     arms = [experiment.twin, "exact"]
     runs = run_experiment(experiment, seeds=[seed], arms=arms, workers=2, **common)
@@ -59,6 +60,9 @@ def search(seed: int, options: Options) -> tuple[dict, Run]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=f"python -m book.{NAME}", description=__doc__)
     p.add_argument("--preset", default="cpu")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of every run"
+    )
     p.add_argument("--seeds", default="0,1,2,3,4", help="separated by commas")
     p.add_argument("--workers", type=int, default=2, help="searches side by side (2)")
     p.add_argument("--budget", type=int, default=30, help="most forks of a search (30)")
@@ -75,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser().parse_args(argv)
     seeds = [int(s) for s in a.seeds.split(",")]
     until_time = time.time() + 60 * a.minutes
-    options = Options(a.preset, a.by, a.budget, until_time, a.store, a.data)
+    options = Options(a.preset, tuple(a.set), a.by, a.budget, until_time, a.store, a.data)
     command = f"python -m book.{NAME} --preset {a.preset} --seeds {a.seeds} --by {a.by}"
+    command = " ".join([command, *(f"--set {text}" for text in a.set)])
     found: list[tuple[dict, Run]] = []
     with ProcessPoolExecutor(a.workers, mp_context=get_context("spawn")) as pool:
         for task in as_completed([pool.submit(search, seed, options) for seed in seeds]):
