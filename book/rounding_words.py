@@ -140,22 +140,40 @@ def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
 
 
 def seeds_findings(records: Sequence[Mapping]) -> list[str]:
-    """Per version: is the error of delta biased over runs, and what do ties have to do with it."""
+    """Per version: is the error of delta biased over runs, from where, and do offsets of V move it.
+
+    Every interval is one look; of twenty, one is off zero by chance.
+    """
     told = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         mine = [r for r in records if r["arm"] == arm]
+        standing = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
         bias = over_runs([r["mean"][0] for r in mine])
-        tied = over_runs([r["parts"]["tied"]["adds"][0] for r in mine])
+        adds = {
+            name: with_interval(over_runs([r["parts"][name]["adds"][0] for r in mine]))
+            for name in ("tied", "unnormalized", "output")
+            if all(name in r["parts"] for r in mine)
+        }
+        parts = ", ".join(f"{PART_LABELS[name]} {text}" for name, text in adds.items())
         rows = over_runs([r["parts"]["tied"]["rows"] / r["rows"] for r in mine]).mean
         energy = over_runs([r["parts"]["tied"]["energy"] for r in mine]).mean
-        stored = over_runs([r["changed"]["as captured"]["bias"][0] for r in mine])
-        standing = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
         told.append(
             f"**{arm[:1].upper()}{arm[1:]}**, {len(mine)} run(s), {standing}: the mean error of δ "
-            f"is {with_interval(bias)} of its rms, {_off(bias)}; tied rows add "
-            f"{with_interval(tied)} to it. They are {rows:.0%} of the rows and carry {energy:.0%} "
-            f"of the squares. The stored O errs by {with_interval(stored, 4)} ulp, {_off(stored)}."
+            f"is {with_interval(bias)} of its rms, {_off(bias)}. What adds to it: {parts}. Tied "
+            f"rows are {rows:.0%} of the rows and carry {energy:.0%} of the squares. "
+            + " ".join(_moved(mine))
         )
+    return told
+
+
+def _moved(records: Sequence[Mapping]) -> list[str]:
+    """How much each offset of V changes the mean error of delta, paired over runs."""
+    found = [r["changed"] for r in records]
+    told = []
+    for name, words in (("V balanced", "Balancing V"), ("sham offset", "The sham offset")):
+        change = [f[name]["delta"][0] - f["as captured"]["delta"][0] for f in found]
+        change = over_runs(change)
+        told.append(f"{words} changes it by {with_interval(change)}, {_off(change)}.")
     return told
 
 
