@@ -140,7 +140,7 @@ def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
 
 
 def seeds_findings(records: Sequence[Mapping]) -> list[str]:
-    """Per version: is the error of delta biased over runs, from where, and do offsets of V move it.
+    """Per version: is the error of delta biased over runs, whence, and do offsets of V move it.
 
     Every interval is one look; of twenty, one is off zero by chance.
     """
