@@ -204,14 +204,16 @@ def fails_somewhere(
     supported: in at least 4 of 5 runs of a recipe with 5 or more; not supported: in no run of any
     recipe, 5 runs in all or more; partly: in fewer. The recipe in which most runs failed counts.
     """
-    tried = []
+    settings: dict[str, tuple] = {}  # a search and an experiment may share the runs of a recipe
     for name in experiments:
         archive = evidence.archive(name)
         rows = failing_rows(archive, arm, bits)
         if rows:
-            tried.append((failures(rows), name, archive, rows))
-    if not tried:
+            where, found = regime(archive, rows[0]), (failures(rows), name, archive, rows)
+            settings[where] = max(settings.get(where, found), found, key=lambda t: len(t[-1]))
+    if not settings:
         return untested(f"no archived run with {bits} fraction bits")
+    tried = list(settings.values())
     hits, name, archive, rows = max(tried, key=lambda t: t[0])
     without = [rows for hits, *_, rows in tried if not hits]
     words = f"{len(tried) - len(without)} of {len(tried)} recipes failed"
@@ -222,7 +224,7 @@ def fails_somewhere(
         return standing(NOT_SUPPORTED, words, runs, where=regime(archive, rows[0]))
     verdict = SUPPORTED if hits >= MOST * len(rows) else PARTLY
     steps = sorted(failed_step(r) for r in rows if r["kind"] in FAILED)
-    words = f"{told(rows)}, at steps {steps[0]:,} to {steps[-1]:,}; {words}"
+    words = f"{told(rows)}, from step {steps[0]:,} on; {words}"
     more = common(name, archive, rows) | {"strength": wilson(hits, len(rows)).low}
     return standing(verdict, words, len(rows), **more)
 
