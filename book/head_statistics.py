@@ -100,23 +100,21 @@ def contributions(delta: DeltaMeasurement) -> dict[str, SignedMean]:
 
 
 def attribution(head: Head, numerics: Numerics | str, delta: DeltaMeasurement) -> list[list[str]]:
-    """Lines of a table: part, rows, mean in rms, what it adds to the mean of all rows, share of
-    the sum with its interval, of squares, and for kinds of rows the bias of O in ulps.
+    """Lines of a table: part, rows, what it adds to the mean of all rows (in rms), share of the
+    sum with its interval, of squares, and for kinds of rows the bias of O in ulps.
 
     Where the whole sum is within two standard errors of zero its shares mean nothing: "-".
     """
     bias, adds = output_bias(head, numerics), contributions(delta)
-    whole = told(delta.mean, delta.rms)
-    lines = [["all rows", f"{delta.error.numel():,}", whole, whole, "100%", "100%"]]
+    lines = [["all rows", f"{delta.error.numel():,}", told(delta.mean, delta.rms), "100%", "100%"]]
     off_zero = abs(delta.mean.z) > 2
     for kind, parts in (("rows", delta.causes), ("site", delta.twin_sites)):
         for name, part in parts.items():
             label = f"{name} rows" if kind == "rows" else f"rounding at `{name}`"
-            mean = told(part.mean, delta.rms) if part.rows > 1 else "-"
             share = f"{part.share:.0%} [{part.low:.0%}, {part.high:.0%}]"
             share = share if part.rows and off_zero else "-"
             added = plus_minus(adds[name]) if part.rows else "-"
-            lines.append([label, f"{part.rows:,}", mean, added, share, f"{part.energy:.0%}"])
+            lines.append([label, f"{part.rows:,}", added, share, f"{part.energy:.0%}"])
     for line in lines:
         found = bias.get(line[0].removesuffix(" rows"))
         line.append(plus_minus(found) if found and found.n > 1 else "-")

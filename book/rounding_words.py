@@ -69,36 +69,54 @@ def with_interval(found: SignedMean, digits: int = 3) -> str:
     return f"{found.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def seeds_table(records: Sequence[Mapping]) -> Markdown:
-    """One line per seed and version: where the head is, its mean error of delta, and its shares.
+def by_version(records: Sequence[Mapping]) -> dict[str, list[Mapping]]:
+    found: dict[str, list[Mapping]] = {}
+    for record in records:
+        found.setdefault(record["arm"], []).append(record)
+    return found
 
-    Shares of the sum (with 95 % intervals) only where the sum is off zero by two standard errors.
-    """
+
+def titled(tables: Mapping[str, Markdown]) -> Markdown:
+    """Several tables under their names."""
+    return Markdown("\n\n".join(f"**{name}**\n\n{table.data}" for name, table in tables.items()))
+
+
+def seeds_table(records: Sequence[Mapping]) -> Markdown:
+    """Shares of the sum (with 95 % intervals) of the runs whose sum is off zero by two standard
+    errors, and how many are left out because it is not."""
     lines = []
     for r in records:
         mean, error = r["mean"]
-        parts = [r["parts"][name] for name in PART_LABELS if name in r["parts"]]
-        off = abs(mean) > 2 * error
-        shares = [f"{p['share'][0]:.0%} [{p['share'][1]:.0%}, {p['share'][2]:.0%}]" for p in parts]
-        where = f"layer {r['layer']}, head {r['head']}, step {r['step']:,}"
-        told = plus_minus(SignedMean(mean, error, r["rows"]))
-        lines.append([r["seed"], r["arm"], where, told, *(s if off else "-" for s in shares)])
-    header = ["seed", "numerics", "head", "mean error (rms)"]
-    return markdown_table([*header, *PART_LABELS.values()], lines)
+        if abs(mean) > 2 * error:
+            parts = [r["parts"][name] for name in PART_LABELS if name in r["parts"]]
+            told = plus_minus(SignedMean(mean, error, r["rows"]))
+            shares = ["{:.0%} [{:.0%}, {:.0%}]".format(*p["share"]) for p in parts]
+            lines.append([f"seed {r['seed']}, {r['arm']}", told, *shares])
+    out = f"Not off zero: {len(records) - len(lines)} of {len(records)}."
+    if not lines:
+        return Markdown(out)
+    table = markdown_table(["run", "mean error (rms)", *PART_LABELS.values()], lines)
+    return Markdown(f"{out}\n\n{table.data}")
 
 
 def parts_over_seeds(records: Sequence[Mapping]) -> Markdown:
-    """What kinds of rows and sites add to the mean error of delta, over seeds, per version.
+    """What kinds of rows and sites add to the mean error of delta, over seeds: a table a version.
 
-    One line per version and part: share of the rows, what it adds (in rms, with the 95 % interval
-    over seeds; kinds of rows add up to the mean, and so do the sites), its share of the sum where
-    the mean is off zero (Fieller's interval), share of the squares.
+    Per part: share of the rows, what it adds (in rms, with the 95 % interval over seeds; kinds of
+    rows add up to the mean, and so do the sites), its share of the sum where the mean is off zero
+    (Fieller's interval), share of the squares.
     """
-    lines = []
-    for arm in dict.fromkeys(r["arm"] for r in records):
-        mine = [r for r in records if r["arm"] == arm]
+    header = [
+        "part",
+        "of the rows",
+        "adds to the mean (rms)",
+        "share of the sum",
+        "of the squares",
+    ]
+    tables = {}
+    for arm, mine in by_version(records).items():
         means = [r["mean"][0] for r in mine]
-        lines.append([arm, "all rows", "100%", with_interval(over_runs(means)), "", "100%"])
+        lines = [["all rows", "100%", with_interval(over_runs(means)), "", "100%"]]
         for name, label in PART_LABELS.items():
             if all(name in r["parts"] for r in mine):
                 parts = [r["parts"][name] for r in mine]
@@ -106,10 +124,9 @@ def parts_over_seeds(records: Sequence[Mapping]) -> Markdown:
                 rows = over_runs([p["rows"] / r["rows"] for p, r in zip(parts, mine)]).mean
                 energy = over_runs([p["energy"] for p in parts]).mean
                 told = [with_interval(over_runs(adds)), _share(adds, means), f"{energy:.0%}"]
-                lines.append([arm, label, f"{rows:.0%}", *told])
-    header = ["numerics", "part", "of the rows", "adds to the mean (rms)"]
-    header += ["share of the sum", "of the squares"]
-    return markdown_table(header, lines)
+                lines.append([label, f"{rows:.0%}", *told])
+        tables[f"{arm}, {len(mine)} run(s)"] = markdown_table(header, lines)
+    return titled(tables)
 
 
 def _share(adds: Sequence[float], means: Sequence[float]) -> str:
@@ -118,14 +135,14 @@ def _share(adds: Sequence[float], means: Sequence[float]) -> str:
 
 
 def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
-    """Bias of O in ulps and mean error of delta after each change, over seeds, per version.
+    """Bias of O in ulps and mean error of delta after each change, over seeds: a table a version.
 
     The change of the mean error is paired: against the same head as captured.
     """
-    lines = []
-    for arm in dict.fromkeys(r["arm"] for r in records):
-        mine = [r for r in records if r["arm"] == arm]
-        before = [r["changed"]["as captured"]["delta"][0] for r in mine]
+    header = ["head", "bias of O (ulp)", "mean error of δ (rms)", "its change", "off zero"]
+    tables = {}
+    for arm, mine in by_version(records).items():
+        before, lines = [r["changed"]["as captured"]["delta"][0] for r in mine], []
         for name in mine[0]["changed"]:
             found = [r["changed"][name] for r in mine]
             bias = over_runs([f["bias"][0] for f in found])
@@ -134,9 +151,9 @@ def changes_over_seeds(records: Sequence[Mapping]) -> Markdown:
             off = sum(abs(f["delta"][0]) > 2 * f["delta"][1] for f in found)
             told = [with_interval(bias, 4), with_interval(over_runs(after))]
             told += ["-" if name == "as captured" else with_interval(change)]
-            lines.append([f"{arm}: {name}", *told, f"{off} of {len(found)}"])
-    header = ["head", "bias of O (ulp)", "mean error of δ (rms)", "its change", "runs off zero"]
-    return markdown_table(header, lines)
+            lines.append([name, *told, f"{off} of {len(found)}"])
+        tables[arm] = markdown_table(header, lines)
+    return titled(tables)
 
 
 def seeds_findings(records: Sequence[Mapping]) -> list[str]:
@@ -145,8 +162,7 @@ def seeds_findings(records: Sequence[Mapping]) -> list[str]:
     Every interval is one look; of twenty, one is off zero by chance.
     """
     told = []
-    for arm in dict.fromkeys(r["arm"] for r in records):
-        mine = [r for r in records if r["arm"] == arm]
+    for arm, mine in by_version(records).items():
         standing = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
         bias = over_runs([r["mean"][0] for r in mine])
         adds = {
