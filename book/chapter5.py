@@ -124,7 +124,8 @@ def sfa_cost(rows: Sequence[Mapping]) -> str:
         pairs = [(ms.get("ours-stabilized"), ms.get("ours-paper")) for ms in shapes]
         extra = [100 * (a / b - 1) for a, b in pairs if a and b]
         if extra:
-            told.append(f"{min(extra):+.0f} to {max(extra):+.0f} % {direction}")
+            least, most = round(min(extra)), round(max(extra))
+            told.append(f"{least:+d} to {most:+d} % {direction}")
     return ", ".join(told) or "not measured"
 
 

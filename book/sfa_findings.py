@@ -103,13 +103,15 @@ def site_findings(sweep: Archive) -> list[str]:
         lost = [rows for rows in found.values() if _failed(rows) == len(rows)]
         others = [rows for rows in found.values() if rows not in saved and rows not in lost]
         least = min(len(rows) for rows in (plain, *found.values()))
-        standing = "verdict" if least >= VERDICT_RUNS else f"observed, {least} run(s) an arm"
-        told.append(
-            f"{capital(plain[0]['label'])} failed in {_failed(plain)} of {len(plain)} runs. "
-            f"Every run was saved by: {_labels(saved)}. No run was saved by: {_labels(lost)}. "
-            f"Some failed, or showed an onset without failing, under: {_labels(others)} "
-            f"({standing})."
+        standing = "A verdict" if least >= VERDICT_RUNS else f"Observed, {least} run(s) an arm"
+        groups = (
+            ("Every run was saved by", saved),
+            ("No run was saved by", lost),
+            ("Some failed, or showed an onset without failing, under", others),
         )
+        words = [f"{text}: {_labels(arms)}." for text, arms in groups if arms]
+        head = f"{capital(plain[0]['label'])} failed in {_failed(plain)} of {len(plain)} runs."
+        told.append(" ".join([head, *words, f"({standing}.)"]))
     return told
 
 
@@ -118,7 +120,7 @@ def _failed(rows: Sequence[Mapping]) -> int:
 
 
 def _labels(arms: Sequence[Sequence[Mapping]]) -> str:
-    return "; ".join(rows[0]["label"] for rows in arms) or "none of them"
+    return "; ".join(rows[0]["label"] for rows in arms)
 
 
 # Arm of the sweep, the switch, what it costs ("" is SFA's price), and what it is meant against.

@@ -274,8 +274,8 @@ def test_single_changes_are_told_with_their_standing(tmp_path):
     rows = [row | {"onset_step": 50} for row in rows]
     sweep = an_archive(rows, tmp_path)
     (told,) = site_findings(sweep)
-    assert "Plain softmax failed in 2 of 2" in told and "observed, 2 run(s) an arm" in told
-    assert "saved by: delta. No run was saved by: O. Some" in told and "under: both (" in told
+    assert "Plain softmax failed in 2 of 2" in told and "Observed, 2 run(s) an arm" in told
+    assert "saved by: delta. No run was saved by: O. Some" in told and "under: both. (" in told
     assert "| ... O | 2 of 2 | diverged at 90; diverged at 90 |" in site_table(sweep).data
     arms = {name for names in ONE_CHANGE.values() for name in names}
     assert (arms | set(ONE_CHANGE)) <= set(SFA_SWEEP.arm_names)
