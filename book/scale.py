@@ -116,6 +116,7 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
             mfu_text(r["mfu"]),
             "n/a" if r["peak_bytes"] is None else f"{r['peak_bytes'] / GIB:.1f} GiB",
             f"{r['step_ms']['p50']:.1f}",
+            "yes" if r.get("cuda_graph") else "no",
             f"{r['machine']}, {r['date']}",
         ]
         for r in good
@@ -128,6 +129,7 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
         "MFU",
         "memory of one",
         "step (ms)",
+        "CUDA graph",
         "where",
     ]
     return markdown_table(head, lines)
