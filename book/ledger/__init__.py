@@ -6,8 +6,8 @@
 
 `book/claims.yml` holds the claims: text, source, experiment and *rule* are written by people;
 verdict, effect, runs and seeds are written by the rule, and by nothing else. `claims` reads and
-writes the file; `runs`, `courses`, `measures` and `computed` are the rules, `findings` what they
-share, `shares` their intervals; `page` is what the book shows.
+writes the file; the rules are in `runs`, `courses`, `heads`, `measures` and `computed`, with what
+they share in `findings` and `shares`; `page` is what the book shows.
 """
 
 from . import computed

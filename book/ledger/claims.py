@@ -29,7 +29,7 @@ import yaml
 from .. import ROOT
 from ..experiments import EXPERIMENTS
 from ..gpu_experiments import BUILDERS
-from . import computed, courses, measures, runs  # noqa: F401 (they register their rules)
+from . import computed, courses, heads, measures, runs  # noqa: F401 (they register their rules)
 from .findings import NOT_TESTED, RULES, SEARCH, VERDICTS, Evidence, Finding, apply, untested
 
 CLAIMS = ROOT / "book" / "claims.yml"

@@ -32,6 +32,7 @@ from kernels.scope import ScopedNumerics
 
 from .. import RESULTS
 from ..evidence import Archive, archives
+from ..experiments import EXPERIMENTS
 from ..regimes import get_recipe
 
 SUPPORTED, PARTLY, NOT_SUPPORTED = "supported", "partly", "not supported here"
@@ -210,8 +211,9 @@ def fraction_bits(row: Mapping) -> int:
     return numerics_of(row).unnormalized.format.fraction_bits
 
 
-def regime(archive: Archive, row: Mapping) -> str:
-    """What a failing run rounds, and where: 'bf16 cut to 2 fraction bits, cpu preset'."""
+def regime(name: str, archive: Archive, row: Mapping) -> str:
+    """What a failing run of an experiment rounds, and where: 'bf16 cut to 2 fraction bits, cpu
+    preset', with the optimiser and the size where the experiment is about another one."""
     n = numerics_of(row)
     low, rest = (s.format.fraction_bits for s in (n.unnormalized, n.probabilities))
     if low == 7 and rest == 7:
@@ -221,9 +223,15 @@ def regime(archive: Archive, row: Mapping) -> str:
     else:
         words = f"Ō and O cut to {low} fraction bits"
     recipe = recipe_of(archive, row)
-    return f"{words}, " + (
-        f"recipe {recipe}" if recipe else f"{archive.provenance['preset']} preset"
-    )
+    where = f"recipe {recipe}" if recipe else f"{archive.provenance['preset']} preset"
+    return ", ".join([words, where, *_setting(name)])
+
+
+def _setting(name: str) -> list[str]:
+    """How an experiment departs from its preset in optimiser and size."""
+    base = dict(EXPERIMENTS[name].base) if name in EXPERIMENTS else {}
+    size = [f"{base['n_layer']} layers of {base['n_embd']}"] if "n_layer" in base else []
+    return [*size, *([base["optimizer"].capitalize()] if "optimizer" in base else [])]
 
 
 def recipe_of(archive: Archive, row: Mapping) -> str | None:

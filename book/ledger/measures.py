@@ -1,4 +1,4 @@
-"""Rules over what runs measured: per-head series, captured heads, sums of gradients, speed."""
+"""Rules over what was measured: captured heads, sums of gradients, a trained model, speed."""
 
 from __future__ import annotations
 
@@ -7,176 +7,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..evidence import Archive
-from ..isolation_figures import FAILED, head_values
 from .findings import (
     NOT_SUPPORTED,
     PARTLY,
     SUPPORTED,
     Evidence,
     Finding,
-    regime,
     rule,
     source,
     standing,
     untested,
 )
-from .shares import mean_interval, wilson
-
-# -- heads of failing runs, before they fail ------------------------------------------------------
-
-
-def failed_with(archive: Archive | None, arm: str, metric: str) -> list[Mapping]:
-    """Failed runs of an arm that keep a metric per head."""
-    rows = [] if archive is None else archive.arm(arm)
-    return [r for r in rows if r["kind"] in FAILED and metric in r["heads"]]
-
-
-def before_failure(row: Mapping, metric: str) -> np.ndarray:
-    """Values [n, n_layer, n_head] of a metric up to the step from which the loss rose."""
-    steps, values = head_values(row, metric)
-    end = row["diverged_from"] or row["nonfinite_step"]
-    return values[steps <= end] if end else values
-
-
-def worst_place(row: Mapping) -> tuple[int, int]:
-    """(layer, head) of the largest spectral norm of W_Q before the failure."""
-    norms = np.nan_to_num(before_failure(row, "spectral_norm_q"))
-    return tuple(int(i) for i in np.unravel_index(norms[-1].argmax(), norms[-1].shape))
-
-
-def worst_series(row: Mapping, metric: str) -> np.ndarray:
-    """A metric of that head over the probes before the failure, without gaps."""
-    values = before_failure(row, metric)[(slice(None), *worst_place(row))]
-    return values[np.isfinite(values)]
-
-
-def _common(name: str, archive: Archive, rows: Sequence[Mapping]) -> dict:
-    return {
-        "seeds": tuple(sorted({row["seed"] for row in rows})),
-        "sources": (source(name, archive),),
-        "where": _where(archive, rows),
-    }
-
-
-def _where(archive: Archive, rows: Sequence[Mapping]) -> str:
-    """The regime of runs; captured heads say what they were put through."""
-    if "attention" in rows[0]:
-        return regime(archive, rows[0])
-    return f"heads of failing runs, {rows[0]['arm']}, {archive.provenance['preset']} preset"
-
-
-@rule
-def directions_alike(
-    evidence: Evidence, experiment: str, *, alike: float, arm: str = "low"
-) -> Finding:
-    """Claimed: the terms (PK)[T]^T X[T] of the head that breaks become alike before it does.
-
-    Mean cosine of two terms, first probe against last. supported: the mean over runs, less two
-    standard errors, reaches `alike`, and it grew in every run; partly: it grew, to less; else not.
-    """
-    archive = evidence.archive(experiment)
-    rows = failed_with(archive, arm, "direction_cosine")
-    series = [s for s in (worst_series(r, "direction_cosine") for r in rows) if len(s) > 1]
-    if not series:
-        return untested(f"no archived failure of {experiment} keeps the cosines")
-    first, last = (mean_interval([float(s[i]) for s in series]) for i in (0, -1))
-    grew = sum(s[-1] > s[0] for s in series)
-    if grew < len(series):
-        verdict = PARTLY if grew > len(series) / 2 else NOT_SUPPORTED
-    else:
-        verdict = SUPPORTED if last.low >= alike else PARTLY
-    effect = f"mean cosine of two terms {first.value:+.2f} at first, "
-    effect += f"{last.value:+.2f} ({last.low:+.2f} to {last.high:+.2f}) when the loss rises; "
-    effect += f"grew in {grew} of {len(series)} runs"
-    return standing(
-        verdict,
-        effect,
-        len(series),
-        strength=max(0.0, last.low),
-        **_common(experiment, archive, rows),
-    )
-
-
-@rule
-def adds_up(
-    evidence: Evidence, experiment: str, *, gain: float, metric: str, arm: str = "low"
-) -> Finding:
-    """Claimed: errors along these directions add up: their coherent gain is at least `gain`.
-
-    Independent errors have a gain of 1. Median over the probes before the failure in the head
-    that breaks, then the mean over runs with two standard errors. supported: the interval lies
-    above `gain`; partly: above 1; else not.
-    """
-    archive = evidence.archive(experiment)
-    rows = failed_with(archive, arm, metric)
-    series = [s for s in (worst_series(r, metric) for r in rows) if len(s)]
-    if not series:
-        return untested(f"no archived failure of {experiment} keeps the gain")
-    mean = mean_interval([float(np.median(s)) for s in series])
-    most = max(float(s.max()) for s in series)
-    verdict = SUPPORTED if mean.low >= gain else PARTLY if mean.low > 1 else NOT_SUPPORTED
-    effect = f"coherent gain {mean.value:.2f} "
-    effect += f"({mean.low:.2f} to {mean.high:.2f}) before the loss rises, {most:.1f} at most; "
-    effect += "independent errors have 1"
-    common = _common(experiment, archive, rows)
-    return standing(verdict, effect, len(series), strength=0.0, **common)
-
-
-@rule
-def drifts(
-    evidence: Evidence, experiment: str, *, direction: str = "positive", arm: str = "low"
-) -> Finding:
-    """Claimed: the sum of delta_lp - delta_hp over steps drifts one way, the positive one.
-
-    A head drifts if its sum, when the loss rises, lies outside the 95 % band of coin-flip signs.
-    supported: more heads do than the 5 % that chance allows, by Wilson's interval, and at least
-    4 of 5 of them the claimed way; partly: more do, but both ways; else not.
-    """
-    archive = evidence.archive(experiment)
-    rows = failed_with(archive, arm, "delta_error_mean:sum")
-    if not rows:
-        return untested(f"no archived failure of {experiment} keeps the sum")
-    sums = [before_failure(r, "delta_error_mean:sum")[-1].ravel() for r in rows]
-    bands = [before_failure(r, "delta_error_mean:band")[-1].ravel() for r in rows]
-    z = np.concatenate(sums) / np.concatenate(bands)
-    z = z[np.isfinite(z)]
-    out, up = int((np.abs(z) > 1.96).sum()), int((z > 1.96).sum())
-    share = wilson(out, z.size)
-    along = up if direction == "positive" else out - up
-    more = share.low > 0.05
-    verdict = (SUPPORTED if along >= 0.8 * out else PARTLY) if more else NOT_SUPPORTED
-    effect = f"{out} of {z.size} heads of {len(rows)} failing runs "
-    effect += f"outside the band of coin-flip signs ({100 * share.low:.0f} to "
-    effect += f"{100 * share.high:.0f} %; chance: 5 %), {up} of them positive"
-    strength = share.low if more else 1 - share.high
-    return standing(
-        verdict, effect, len(rows), strength=strength, **_common(experiment, archive, rows)
-    )
-
-
-@rule
-def leads(
-    evidence: Evidence, experiment: str, *, layer: int, metric: str, arm: str = "low"
-) -> Finding:
-    """Claimed: the head of the largest `metric` when the loss rises is in this layer (from 0).
-
-    supported: in at least 4 of 5 failed runs; not supported: in at most 1 of 5; partly: between.
-    """
-    archive = evidence.archive(experiment)
-    rows = failed_with(archive, arm, metric)
-    if not rows:
-        return untested(f"no archived failure of {experiment} keeps {metric}")
-    hits = sum(worst_place(row)[0] == layer for row in rows)
-    runs, layers = len(rows), before_failure(rows[0], metric).shape[1]
-    share = wilson(hits, runs)
-    verdict = SUPPORTED if share.value >= 0.8 else NOT_SUPPORTED if share.value <= 0.2 else PARTLY
-    effect = f"largest norm in layer {layer} of 0 to {layers - 1} in "
-    effect += f"{hits} of {runs} failed runs ({100 * share.low:.0f} to {100 * share.high:.0f} %)"
-    strength = 1 - share.high if verdict == NOT_SUPPORTED else share.low
-    return standing(verdict, effect, runs, strength=strength, **_common(experiment, archive, rows))
-
-
-# -- captured heads -------------------------------------------------------------------------------
 
 
 @rule
@@ -198,7 +39,7 @@ def biased_delta(evidence: Evidence, experiment: str, *, version: str, sign: int
     effect = f"mean error of δ {joint:+.4f} "
     effect += f"({joint - 2 * error:+.4f} to {joint + 2 * error:+.4f}) of its rms over "
     effect += f"{sum(r['rows'] for r in rows):,} rows of {len(rows)} heads, one a seed"
-    return standing(verdict, effect, len(rows), **_common(experiment, archive, rows))
+    return standing(verdict, effect, len(rows), **_captured(experiment, archive, rows))
 
 
 @rule
@@ -221,8 +62,17 @@ def carries_error(evidence: Evidence, experiment: str, *, version: str, part: st
     effect = f"{part} rows are {share.mean():.0%} of the rows and "
     effect += f"carry {energy.mean():.0%} of the squared error of δ "
     effect += f"({energy.min():.0%} to {energy.max():.0%} by seed)"
-    common = _common(experiment, archive, rows)
-    return standing(verdict, effect, len(rows), strength=float(energy.min()), **common)
+    more = _captured(experiment, archive, rows)
+    return standing(verdict, effect, len(rows), strength=float(energy.min()), **more)
+
+
+def _captured(name: str, archive: Archive, rows: Sequence[Mapping]) -> dict:
+    """Seeds, source, and what the captured heads were put through."""
+    return {
+        "seeds": tuple(r["seed"] for r in rows),
+        "sources": (source(name, archive),),
+        "where": f"heads of failing runs, {rows[0]['arm']}, {archive.provenance['preset']} preset",
+    }
 
 
 # -- several processes, a trained model, a benchmark ----------------------------------------------

@@ -9,6 +9,7 @@ were cut before their partner of the same seed failed, and forks from a run that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import sign_test
@@ -47,7 +48,7 @@ def was_cut(row: Mapping) -> bool:
     if row["kind"] in FAILED:
         return False
     if "steps_asked" in row:  # of a search, which stops runs itself
-        return row["steps"] + 1 < row["steps_asked"]
+        return row["steps"] < 0.99 * row["steps_asked"]
     return row.get("status") == "interrupted"
 
 
@@ -57,11 +58,15 @@ def failing_rows(archive: Archive | None, arm: str, bits: int | None = None) -> 
     return [r for r in rows if bits is None or fraction_bits(r) == bits]
 
 
+def long_enough(rows: Rows, low: Rows) -> list[Mapping]:
+    """Runs that failed, or lived at least as long as the failing run of their seed."""
+    ends = {row["seed"]: failed_step(row) or 0 for row in low}
+    return [r for r in rows if r["kind"] in FAILED or r["steps"] >= ends.get(r["seed"], 0)]
+
+
 def pair(archive: Archive, low: Rows, arm: str) -> tuple[list[Mapping], list[Mapping]]:
     """(failing runs, runs of an arm) that can be compared; both empty where none can."""
-    rows = archive.arm(arm)
-    ends = {row["seed"]: failed_step(row) or 0 for row in low}
-    rows = [r for r in rows if r["kind"] in FAILED or r["steps"] >= ends.get(r["seed"], 0)]
+    rows = long_enough(archive.arm(arm), low)
     if any(r.get("forked_at") is not None for r in rows):
         seeds = {r["seed"] for r in tested(low, low[0]["arm"])}
         rows = [r for r in rows if r["seed"] in seeds]
@@ -84,7 +89,7 @@ def common(name: str, archive: Archive, rows: Rows, low: Rows = ()) -> dict:
     return {
         "seeds": tuple(sorted({r["seed"] for r in rows})),
         "sources": (source(name, archive),),
-        "where": regime(archive, row),
+        "where": regime(name, archive, row),
     }
 
 
@@ -178,55 +183,75 @@ def still_fails(
 ) -> Finding:
     """Claimed: the failure happens under each of `arms`: what they leave out is no cause of it.
 
-    supported: at least 4 of 5 runs fail; not supported: none does; partly: in between.
+    supported: at least 4 of 5 runs fail; not supported: none does; partly: in between. Forks from
+    a run that did not fail count here: if they live as it did, that counts against the claim.
     """
     archive = evidence.archive(experiment)
     low, parts = failing_rows(archive, failing), []
     for name in names(arms) if low else ():
-        kept, arm = pair(archive, low, name)
+        arm = long_enough(archive.arm(name), low)
         if not arm:
             continue
         hits, runs = failures(arm), len(arm)
         verdict = SUPPORTED if hits >= MOST * runs else PARTLY if hits else NOT_SUPPORTED
         share = wilson(hits, runs)
         strength = 1 - share.high if verdict == NOT_SUPPORTED else share.low
-        more = common(experiment, archive, arm, kept) | {"beside": told(kept)}
+        more = common(experiment, archive, arm, low) | {"beside": told(low)}
         parts.append(standing(verdict, told(arm), runs, strength=strength, **more))
     return combine(parts or [untested()])
 
 
 @rule_over_all
 def fails_somewhere(
-    evidence: Evidence, experiments: Sequence[str], *, bits: int, arm: str = "low"
+    evidence: Evidence, experiments: Sequence[str], *, bits: int, twin: str, arm: str = "low"
 ) -> Finding:
-    """Claimed: with so many fraction bits training fails, in some recipe.
+    """Claimed: with so many fraction bits, in some recipe, `arm` fails and its `twin` does not.
 
-    supported: in at least 4 of 5 runs of a recipe with 5 or more; not supported: in no run of any
-    recipe, 5 runs in all or more; partly: in fewer. The recipe in which most runs failed counts.
+    Seeds of which both were run. supported: so in at least 4 of 5 seeds of a recipe, of 5 or more;
+    partly: in fewer of them; not supported: in none of any recipe, of 5 runs or more in all.
     """
-    settings: dict[str, tuple] = {}  # a search and an experiment may share the runs of a recipe
+    settings: dict[str, _Setting] = {}  # a search and an experiment may share a recipe's runs
     for name in experiments:
         archive = evidence.archive(name)
-        rows = failing_rows(archive, arm, bits)
-        if rows:
-            where, found = regime(archive, rows[0]), (failures(rows), name, archive, rows)
-            settings[where] = max(settings.get(where, found), found, key=lambda t: len(t[-1]))
+        low = failing_rows(archive, arm, bits)
+        if low:
+            found = _Setting(name, archive, low, pair(archive, low, twin)[1])
+            where = regime(name, archive, low[0])
+            settings[where] = max(settings.get(where, found), found, key=lambda s: len(s.low))
     if not settings:
         return untested(f"no archived run with {bits} fraction bits")
     tried = list(settings.values())
-    hits, name, archive, rows = max(tried, key=lambda t: t[0])
-    without = [rows for hits, *_, rows in tried if not hits]
-    words = f"{len(tried) - len(without)} of {len(tried)} recipes failed"
-    if not hits:
-        runs = sum(len(rows) for rows in without)
-        longest = max(row["steps"] for rows in without for row in rows)
-        words += f", {runs} runs of at most {longest:,} steps"
-        return standing(NOT_SUPPORTED, words, runs, where=regime(archive, rows[0]))
-    verdict = SUPPORTED if hits >= MOST * len(rows) else PARTLY
-    steps = sorted(failed_step(r) for r in rows if r["kind"] in FAILED)
-    words = f"{told(rows)}, from step {steps[0]:,} on; {words}"
-    more = common(name, archive, rows) | {"strength": wilson(hits, len(rows)).low}
-    return standing(verdict, words, len(rows), **more)
+    failed = [s for s in tried if failures(s.low)]
+    words = f"low precision failed in {len(failed)} of {len(tried)} recipes, and its twin in "
+    words += f"{sum(failures(s.twins) > 0 for s in failed)} of these"
+    best = max(tried, key=lambda s: _saved(s.low, s.twins))
+    saved, runs = _saved(best.low, best.twins), len(best.twins)
+    if not saved:
+        every = [row for s in tried for row in s.low]
+        words += f"; {len(every)} runs of at most {max(r['steps'] for r in every):,} steps"
+        more = common(best.name, best.archive, every)
+        more["sources"] = tuple(source(s.name, s.archive) for s in tried)
+        more["where"] = more["where"].partition(",")[0]  # whatever the recipe
+        return standing(NOT_SUPPORTED, words, len(every), **more)
+    verdict = SUPPORTED if saved >= MOST * runs else PARTLY
+    words = f"{told(best.low)}, {told(best.twins)}; {words}"
+    more = common(best.name, best.archive, best.twins)
+    return standing(verdict, words, runs, strength=wilson(saved, runs).low, **more)
+
+
+class _Setting(NamedTuple):
+    """The failing runs of one recipe, and those twins that can be compared with them."""
+
+    name: str
+    archive: Archive
+    low: list[Mapping]
+    twins: list[Mapping]
+
+
+def _saved(low: Rows, twins: Rows) -> int:
+    """Seeds with which the failing arm failed and its twin did not."""
+    failed = {row["seed"] for row in low if row["kind"] in FAILED}
+    return sum(r["seed"] in failed and r["kind"] not in FAILED for r in twins)
 
 
 @rule
@@ -260,22 +285,22 @@ def same_steps(
 ) -> Finding:
     """Claimed: the same seed fails at the same step on two machines, within 1 %.
 
-    supported: every seed does; partly: some; not supported: none.
+    Of the seeds that failed on at least one. supported: every seed does; partly: some; not
+    supported: none.
     """
     archives = [evidence.archive(name) for name in (experiment, other)]
     if None in archives:
         return untested(f"{experiment} or {other} is not archived")
     here, there = (
-        {r["seed"]: failed_step(r) for r in a.arm(name) if failed_step(r)}
+        {r["seed"]: failed_step(r) for r in failing_rows(a, name)}
         for a, name in zip(archives, (arm, other_arm))
     )
-    pairs = [(here[s], there[s]) for s in sorted(set(here) & set(there))]
+    pairs = {s: (here[s], there[s]) for s in here if s in there and (here[s] or there[s])}
     if not pairs or archives[0].provenance["machine"] == archives[1].provenance["machine"]:
-        return untested(f"no seed of {experiment} failed on two machines")
-    close = sum(abs(a - b) <= 0.01 * a for a, b in pairs)
+        return untested(f"no seed of {experiment} failed on one of two machines")
+    close = sum(None not in p and abs(p[0] - p[1]) <= 0.01 * p[0] for p in pairs.values())
     verdict = SUPPORTED if close == len(pairs) else PARTLY if close else NOT_SUPPORTED
-    steps = ", ".join(f"{a:,} and {b:,}" for a, b in pairs)
-    used = [r for r in archives[0].arm(arm) if r["seed"] in here and r["seed"] in there]
-    more = common(experiment, archives[0], used)
+    steps = ", ".join(" and ".join(f"{x:,}" if x else "none" for x in p) for p in pairs.values())
+    more = common(experiment, archives[0], [r for r in archives[0].arm(arm) if r["seed"] in pairs])
     more["sources"] += (source(other, archives[1]),)
     return standing(verdict, f"failed at steps {steps} on two machines", len(pairs), **more)

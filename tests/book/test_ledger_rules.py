@@ -158,17 +158,34 @@ def test_recipes_are_experiments_of_their_own(archived):
 
 
 def test_fails_somewhere(archived):
+    def twins(rows, *kinds):
+        return rows + [r | {"arm": "twin", "kind": k} for r, k in zip(rows, kinds)]
+
     evidence = archived(
-        recipes=tries("a", *GOOD) + tries("b", *BAD) + tries("c", *GOOD, asked=5000),
+        recipes=tries("a", *GOOD)
+        + twins(tries("b", *BAD), *GOOD)
+        + tries("c", *GOOD, asked=5000)
+        + twins(tries("d", *BAD), *BAD),
         y=arm("low", *GOOD, attention="paper"),
-        z=arm("low", *only(2, "diverged"), attention="paper"),
-        dial=arm("low", *BAD),
+        z=twins(arm("low", *only(2, "diverged"), attention="paper"), *GOOD),
+        w=twins(arm("low", *BAD, attention="paper"), *BAD),
+        dial=twins(arm("low", *BAD), *GOOD),
     )
-    names = (("recipes",), ("y",), ("z",), ("y", "z", "recipes"), ("dial",))
-    found = [verdict(evidence, "fails_somewhere", n, bits=7) for n in names]
-    assert found == [SUPPORTED, NOT_SUPPORTED, PARTLY, SUPPORTED, NOT_TESTED]
-    effect = apply("fails_somewhere", {"bits": 7}, evidence, ["recipes"]).effect
-    assert "1 of 2 recipes failed" in effect  # c was cut before it could fail
+    names = (("recipes",), ("y",), ("z",), ("w",), ("y", "z", "recipes"), ("dial",))
+    asked = dict(bits=7, twin="twin")
+    found = [verdict(evidence, "fails_somewhere", n, **asked) for n in names]
+    assert found == [SUPPORTED, NOT_SUPPORTED, PARTLY, NOT_SUPPORTED, SUPPORTED, NOT_TESTED]
+    effect = apply("fails_somewhere", asked, evidence, ["recipes"]).effect
+    # c was cut before it could fail
+    assert "low precision failed in 2 of 3 recipes, and its twin in 1 of these" in effect
+
+
+def test_the_regime_says_what_an_experiment_is_about(archived):
+    rows = arm("low", *BAD) + arm("twin", *GOOD)
+    evidence = archived(**{name: rows for name in ("sfa", "sfa-muon", "sfa-wide-muon")})
+    told = apply("prevents", {"arms": "twin"}, evidence, ["sfa*"]).lines
+    starts = [line.partition(": ")[0].partition("preset")[2] for line in told]
+    assert starts == ["", ", Muon", ", 3 layers of 96, Muon"]
 
 
 def test_few_runs_point_the_way_that_they_point(archived):
@@ -207,12 +224,16 @@ def test_repeats(archived):
 
 def test_same_steps(archived):
     evidence = archived(
-        x=arm("low", *BAD), y=arm("m", *BAD, step=1005), z=arm("m", *BAD, step=1500)
+        x=arm("low", *BAD),
+        y=arm("m", *BAD, step=1005),
+        z=arm("m", *only(4, "diverged"), step=1500),
     )
     asked = dict(arm="low", other_arm="m")
     assert verdict(evidence, "same_steps", other="y", **asked) == SUPPORTED
     assert verdict(evidence, "same_steps", other="z", **asked) == NOT_SUPPORTED
     assert verdict(evidence, "same_steps", other="none", **asked) == NOT_TESTED
+    told = apply("same_steps", asked | {"other": "z"}, evidence, ["x"]).effect
+    assert "1,000 and none on two machines" in told
 
 
 def onset(step, signal="spectral_norm_q"):
@@ -341,10 +362,24 @@ def test_drifts(archived):
 
 
 def test_leads(archived):
-    evidence = archived(x=five())
-    asked = dict(metric="spectral_norm_q")
-    assert verdict(evidence, "leads", layer=1, **asked) == SUPPORTED
-    assert verdict(evidence, "leads", layer=0, **asked) == NOT_SUPPORTED
+    evidence = archived(x=five(), y=five()[:2])
+    assert verdict(evidence, "leads", layer=1) == SUPPORTED
+    assert verdict(evidence, "leads", layer=0) == NOT_SUPPORTED
+    assert verdict(evidence, "leads", ("y",), layer=1) == OBSERVED
+    assert apply("leads", {"layer": 1}, evidence, ["x", "y"]).runs == 7, "failures are pooled"
+
+
+def test_smallest_set(archived):
+    def searches(*results):
+        traces = [{"state": "minimal" if r else "budget", "result": r} for r in results]
+        return [{"seed": s, "trace": t} for s, t in enumerate(traces)]
+
+    one, two = ["delta_output@L1"], ["scores@L0", "output@L1"]
+    evidence = archived(
+        x=searches(*[one] * 5, None), y=searches(*[two] * 5), z=searches(one, two, two, two, two)
+    )
+    found = [verdict(evidence, "smallest_set", (name,), places=one) for name in "xyz"]
+    assert found == [SUPPORTED, NOT_SUPPORTED, PARTLY]
 
 
 # -- other archives -------------------------------------------------------------------------------
