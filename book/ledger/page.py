@@ -26,6 +26,7 @@ from .findings import (
 )
 
 Findings = Mapping[str, Finding]
+OPEN = "open question"
 MEANING = {
     SUPPORTED: "enough runs in each arm, and the outcome is the claimed one, by the rule below; "
     "of arithmetic: it holds",
@@ -104,27 +105,30 @@ def _told(name: str) -> tuple[str, str]:
 
 
 def ranked(claims: Sequence[Claim], findings: Findings, verdict: str, runs: bool) -> list[Claim]:
-    """Claims with a verdict, with runs or without; those of the strongest effect first.
+    """Claims that others make, with a verdict, from runs or not; the strongest effect first.
 
-    Strength is the cautious end of the effect's interval, so that few runs weigh little.
+    Strength is the cautious end of the effect's interval, so that few runs weigh little. Questions
+    that the paper leaves open are no claims of others.
     """
     chosen = [
         c
         for c in claims
-        if findings[c.id].verdict == verdict and (findings[c.id].runs > 0) == runs
+        if findings[c.id].verdict == verdict
+        and (findings[c.id].runs > 0) == runs
+        and c.source != OPEN
     ]
     return sorted(chosen, key=lambda c: -findings[c.id].strength)
 
 
-def summary(claims: Sequence[Claim], findings: Findings, most: int = 3) -> Markdown:
+def summary(claims: Sequence[Claim], findings: Findings, most: int = 5) -> Markdown:
     """The ledger in a few lines, for the front page: counts, strongest support, contradictions."""
     found = Counter(f.verdict for f in findings.values())
     told = ", ".join(f"**{found[v]}** {v}" for v in VERDICTS)
-    lines = [f"Of {len(claims)} claims and open questions: {told} ({{doc}}`ledger`)."]
+    lines = [f"Of {len(claims)} claims and open questions ({{doc}}`ledger`): {told}."]
     groups = (
-        ("Held, with the strongest effects", SUPPORTED, True),
-        ("Did **not** hold here, with the strongest effects", NOT_SUPPORTED, True),
-        ("Do not hold, by arithmetic", NOT_SUPPORTED, False),
+        ("Of the paper's claims these held in our runs, strongest effect first", SUPPORTED, True),
+        ("These did **not** hold here, strongest effect first", NOT_SUPPORTED, True),
+        ("These do not hold, by arithmetic", NOT_SUPPORTED, False),
     )
     for words, verdict, runs in groups:
         chosen = ranked(claims, findings, verdict, runs)[:most]
@@ -132,7 +136,10 @@ def summary(claims: Sequence[Claim], findings: Findings, most: int = 3) -> Markd
             told = "\n".join(f"- {_quoted(c, findings)}" for c in chosen)
             lines.append(f"{words}:\n\n{told}")
     few = found[OBSERVED] + found[NOT_TESTED]
-    lines.append(f"{few} of them wait for more runs.")
+    lines.append(
+        f"{few} wait for more runs. Read the small print in brackets: what fails with 2 fraction "
+        "bits is evidence about a mechanism, and bf16 has 7."
+    )
     return Markdown("\n\n".join(lines))
 
 

@@ -111,8 +111,8 @@ def prevents(
     """Claimed: what differs in each of `arms` prevents the failure of `failing`.
 
     supported: exact test at 5 %, no failure and no onset under the arm, and the sham, if any,
-    fails. partly: the same with onsets or rare failures, with a sham that prevents too, or no
-    failure at all where the test says that this could be chance. Else not supported. bits: only
+    fails. partly: at most half as many failures, but some, or some onsets, or so few runs that it
+    could be chance, or a sham that prevents too. Else not supported. bits: only
     where the failing runs round O_bar to so many fraction bits (7 is bf16 itself). heads: with
     fewer layers or heads than this nothing is more than observed.
     """
@@ -147,10 +147,12 @@ def _prevents(experiment: str, archive: Archive, low: Rows, name: str, **more) -
     if runs >= VERDICT_RUNS:
         share = f"{100 * gap.value:.0f} % ({100 * gap.low:.0f} to {100 * gap.high:.0f})"
         effect += f", difference {share}, exact p = {p:.2g}; by seed {_pairs(low, arm)}"
-    if p <= CHANCE or (runs < VERDICT_RUNS and failures(arm) == 0):
-        verdict = SUPPORTED if failures(arm) + onsets(arm) == 0 else PARTLY
+    sure = p <= CHANCE or runs < VERDICT_RUNS
+    if sure and failures(arm) + onsets(arm) == 0:
+        verdict = SUPPORTED
     else:
-        verdict = PARTLY if failures(arm) == 0 else NOT_SUPPORTED
+        rarer = 2 * failures(arm) * len(low) <= failures(low) * len(arm)
+        verdict = PARTLY if rarer else NOT_SUPPORTED
     strength = wilson(*second).low if verdict == NOT_SUPPORTED else gap.low
     more |= common(experiment, archive, arm, low)
     return standing(verdict, effect, runs, beside=told(low), strength=strength, **more)

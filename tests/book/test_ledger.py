@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -193,10 +194,12 @@ def test_the_table_shows_what_was_chosen_and_escapes_it():
 def test_the_summary_counts_and_ranks():
     text = page.summary(SHORT, FOUND).data
     assert "Of 3 claims" in text and "**1** supported" in text and "{doc}`ledger`" in text
-    assert text.index("training fails") < text.index("Do not hold, by arithmetic")
+    assert text.index("training fails") < text.index("These do not hold, by arithmetic")
     stronger = FOUND | {"failure-bf16": Finding("supported", (Effect(""),), 5, strength=0.9)}
     ranked = page.ranked(SHORT, stronger, "supported", runs=True)
     assert [c.id for c in ranked] == ["failure-bf16", "failure"]
+    opened = [replace(c, source="open question") for c in SHORT]
+    assert page.ranked(opened, stronger, "supported", runs=True) == []
 
 
 def test_counts_rules_and_missing_come_from_the_claims():

@@ -89,6 +89,7 @@ PREVENTS = [
     (only(3, "diverged"), GOOD, PARTLY),
     (BAD, only(4, "healthy", "onset"), PARTLY),
     (BAD, only(1, "diverged"), PARTLY),
+    (only(4, "diverged"), only(2, "diverged"), PARTLY),
     (BAD, only(3, "diverged"), NOT_SUPPORTED),
     (BAD, NAN, NOT_SUPPORTED),
     (GOOD, GOOD, NOT_TESTED),
