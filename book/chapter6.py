@@ -12,7 +12,7 @@ from pathlib import Path
 
 from IPython.display import Markdown
 
-from gpt2.outcomes import HEALTHY_FACTOR, VERDICT_RUNS
+from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS
 
 from .captions import Captioned, archived, caption
 from .chapter1 import FAILED
@@ -104,13 +104,15 @@ def standing(rows: Sequence[Mapping]) -> Markdown:
             "recipe below. What follows from the dials on a CPU is a prediction, not a finding."
         )
     tried = list(dict.fromkeys(row["recipe"] for row in rows))
-    lows = [row for recipe in tried for row in of(rows, recipe, "low")]
+    lows = decided([row for recipe in tried for row in of(rows, recipe, "low")])
+    cut = sum(was_cut(row) for recipe in tried for row in of(rows, recipe, "low"))
     failed = [row for row in lows if row["kind"] == "diverged"]
     hours = sum(row["minutes"] for row in rows) / 60
     told = [
-        f"Archived so far: {len(rows)} runs, {hours:.1f} hours of training. Of {len(lows)} "
-        f"low-precision runs in bf16 {len(failed)} diverged (recipes tried: {len(tried)}, with a "
-        f"divergence: {len({row['recipe'] for row in failed})})."
+        f"Archived so far: {len(rows)} runs of {len(tried)} recipes, {hours:.1f} hours of "
+        f"training. Of {len(lows)} low-precision runs in bf16 that came to an end {len(failed)} "
+        f"diverged, in {len({row['recipe'] for row in failed})} recipes; {cut} more were cut by "
+        "the clock before anything happened."
     ]
     best = best_recipe(rows)
     if best is None:
@@ -162,19 +164,36 @@ def runs_table(rows: Sequence[Mapping]) -> Markdown:
                 outcome,
                 onset,
                 number(speed, 0),
+                number(rise(row), 2),
                 number(row["minutes"], 1),
                 f"{row['source']['machine']}, {row['source']['date']}",
             ]
         )
-    header = ["recipe", "arm", "seed", "outcome", "onset", "steps/s", "minutes", "where"]
-    return markdown_table(header, lines)
+    header = ["recipe", "arm", "seed", "outcome", "onset", "steps/s", "rise (nats)"]
+    return markdown_table([*header, "minutes", "where"], lines)
+
+
+def rise(row: Mapping) -> float | None:
+    """The smoothed training loss at the end above its minimum, nats, from the kept curve.
+
+    The rule calls a run diverged at 1; one that ends just below is not called so, but is not well.
+    """
+    kept = row["curves"].get("train_loss", {"value": []})["value"]
+    finite = [value for value in kept if value is not None]
+    return finite[-1] - min(finite) if finite else None
 
 
 def was_cut(row: Mapping) -> bool:
     """Whether the clock stopped a run before it failed or came to the step asked of it."""
-    asked = row.get("steps_asked")
-    short = row["kind"] != "healthy" if asked is None else row["steps"] + 1 < asked
-    return row["status"] == "interrupted" and short
+    if row["status"] != "interrupted":
+        return False
+    told = row.get("message")
+    return row["kind"] != "healthy" if told is None else "as asked" not in told
+
+
+def decided(rows: Sequence[Mapping]) -> list[Mapping]:
+    """The runs that count in a share: those that failed, or came to their end without."""
+    return [row for row in rows if row["status"] != "failed" and not was_cut(row)]
 
 
 def _speed(row: Mapping) -> float | None:
@@ -188,7 +207,7 @@ def success_table(rows: Sequence[Mapping]) -> Markdown:
         return Markdown("*No success rate: nothing was run.*")
     lines = []
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        low = of(rows, recipe, "low")
+        low = decided(of(rows, recipe, "low"))
         if not low:
             continue
         failed = [row for row in low if row["kind"] == "diverged"]
@@ -200,6 +219,8 @@ def success_table(rows: Sequence[Mapping]) -> Markdown:
         told += [", ".join(f"{m:.1f}" for m in minutes) or "none"]
         kind = "verdict" if len(low) >= VERDICT_RUNS else "observed"
         lines.append([recipe, f"{len(failed)} of {len(low)}", spread, *told, *others, kind])
+    if not lines:
+        return Markdown("*No low-precision run has come to an end yet.*")
     header = ["recipe", "bf16 diverged", "95 % interval", "at steps", "minutes"]
     header += ["delta from an fp32 O", "PyTorch's own", "standing"]
     return markdown_table(header, lines)
@@ -209,7 +230,15 @@ def _fates(rows: Sequence[Mapping]) -> str:
     if not rows:
         return "not run"
     kinds = [row["kind"] for row in rows]
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    words = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    unwell = [row for row in rows if is_unwell(row)]
+    return words + (f" ({len(unwell)} of them unwell)" if unwell else "")
+
+
+def is_unwell(row: Mapping) -> bool:
+    """Not failed by the rule, and yet its loss ended more than half of the rule's nat too high."""
+    height = rise(row)
+    return row["kind"] not in FAILED and height is not None and height > DIVERGED_NATS / 2
 
 
 # -- paired curves --------------------------------------------------------------------------------
@@ -262,6 +291,7 @@ def arm_tables(rows: Sequence[Mapping]) -> Markdown:
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
     told = [f"- {standing(rows).data}"]
+    told += [f"- {line}" for line in recipe_lines(rows)]
     recipe = best_recipe(rows)
     for kind, prefix, words in (
         ("sites", "only_", "Attribution: with one rounding alone"),
@@ -275,6 +305,35 @@ def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
         elif kind != "errors":
             told.append(f"- {words}: not run in bf16.")
     return Markdown("\n".join([*told, *dials.splitlines()]))
+
+
+def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
+    """One sentence for each way in which recipes ended short of a confirmation."""
+    given_up, alive = [], []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        low, twins = of(rows, recipe, "low"), of(rows, recipe, "delta_fp32")
+        failed = [row for row in low if row["kind"] in FAILED]
+        twins = [row for row in twins if row["kind"] in FAILED]
+        if failed and twins:
+            both = f"{span(_steps(failed))} against {span(_steps(twins))}"
+            given_up.append(f"{recipe} ({both}; {_fates(of(rows, recipe, 'sdpa'))})")
+        elif low and not failed:
+            longest = max(low, key=lambda row: row["steps"])
+            cut = ", cut by the clock" if was_cut(longest) else ""
+            alive.append(f"{recipe} ({longest['steps']:,} steps{cut})")
+    lines = []
+    if given_up:
+        lines.append(
+            "Failures that are not $\\delta$'s, since the twin failed as well (steps of low "
+            f"precision against the twin's; PyTorch's own attention): {', '.join(given_up)}."
+        )
+    if alive:
+        lines.append(f"No failure in bf16 as far as it was run: {', '.join(alive)}.")
+    return lines
+
+
+def _steps(failed: Sequence[Mapping]) -> list[int]:
+    return sorted(row["diverged_step"] or row["nonfinite_step"] for row in failed)
 
 
 def _who_failed(rows: Sequence[Mapping]) -> str:

@@ -19,6 +19,7 @@ SOURCE = {
     "corpus": "installed-text",
     "seeds": [0, 1, 2, 3, 4],
 }
+ASKED = "stopped after 66003 steps, as asked"
 LABELS = {"low": "low precision", "delta_fp32": "delta from an fp32 O", "sdpa": "PyTorch's own"}
 
 
@@ -27,7 +28,8 @@ def row(recipe, arm, seed, kind, steps, *, minutes=2.0, status="diverged", **mor
     step = {f"{kind}_step": steps} if kind in ("diverged", "nonfinite") else {}
     sign = Onset(steps // 2, "tie_rate", 1, 0, 0.4, 0.1) if kind == "diverged" else None
     outcome = Outcome(kind, last_step=steps, onset=sign, **step)
-    curve = {"step": [0, steps], "value": [3.0, 2.0]}
+    curve = {"step": [0, steps], "value": [3.0, 2.0, 2.0 + more.pop("risen", 0.0)]}
+    curve["step"].insert(1, steps // 2)
     told = outcome.to_dict() | {"steps": steps, "onset_step": outcome.onset_step}
     return told | {
         "recipe": recipe,
@@ -50,7 +52,7 @@ def confirmed(recipe="tiny", failures=5):
     kinds = ["diverged"] * failures + ["stable"] * (5 - failures)
     rows = [row(recipe, "low", s, kind, 40_000 + 1_000 * s) for s, kind in enumerate(kinds)]
     rows += [
-        row(recipe, "delta_fp32", s, "healthy", 66_002, status="interrupted", steps_asked=66_003)
+        row(recipe, "delta_fp32", s, "healthy", 66_002, status="interrupted", message=ASKED)
         for s in range(failures)
     ]
     return [*rows, row(recipe, "sdpa", 0, "healthy", 66_002, status="interrupted")]
@@ -119,16 +121,34 @@ def test_a_recipe_whose_twin_fails_is_not_the_best(tmp_path):
 
 
 def test_tables_tell_outcome_cost_and_what_was_cut_or_crashed(tmp_path):
-    cut = row("tiny", "low", 7, "stable", 900, status="interrupted", steps_asked=5_000)
+    cut = row("tiny", "low", 7, "stable", 900, status="interrupted", message="stopped by SIGINT")
     crash = row("tiny", "low", 8, "stable", 0, status="failed", message="out of memory")
     save(tmp_path, "recipes", [*confirmed(failures=4), cut, crash])
     table = c6.runs_table(read(tmp_path)).data
-    assert "diverged at 40,000 | 20,000 | 500 | 2.0 | Some GPU, 2026-11-30" in table
+    assert "diverged at 40,000 | 20,000 | 500 | 0.00 | 2.0 | Some GPU, 2026-11-30" in table
     assert "stable to 900 (cut by the clock)" in table and "crashed: out of memory" in table
     assert "healthy to 66,002 (cut" not in table
     table = c6.success_table(read(tmp_path)).data
-    assert "| tiny | 4 of 7 | 25 to 84 % | 40,000 to 43,000 | 2.0, 2.0, 2.0, 2.0 |" in table
+    assert "| tiny | 4 of 5 | 38 to 96 % | 40,000 to 43,000 | 2.0, 2.0, 2.0, 2.0 |" in table
     assert "| 4 healthy | 1 healthy | verdict |" in table
+
+
+def test_a_failure_that_the_twin_shares_is_not_deltas_and_an_unwell_witness_is_told(tmp_path):
+    rows = [row("mini-b16-lr8", "low", 0, "diverged", 1_046, risen=1.0)]
+    rows += [row("mini-b16-lr8", "delta_fp32", 0, "diverged", 912, risen=1.1)]
+    rows += [row("mini-b16-lr8", "sdpa", 0, "healthy", 1_569, risen=0.77)]
+    rows += [
+        row("tiny", "low", 0, "stable", 900, status="interrupted", message="stopped by SIGINT")
+    ]
+    save(tmp_path, "recipes", rows)
+    found = read(tmp_path)
+    shared, alive = c6.recipe_lines(found)
+    assert "mini-b16-lr8 (1,046 against 912; 1 healthy (1 of them unwell))" in shared
+    assert "tiny (900 steps, cut by the clock)" in alive
+    assert "| tiny |" not in c6.success_table(found).data  # a cut run is no trial
+    assert "1 more were cut" in c6.standing(found).data
+    assert "| 1 diverged | 1 healthy (1 of them unwell) |" in c6.success_table(found).data
+    assert "healthy to 1,569 | none | 500 | 0.77 |" in c6.runs_table(found).data
 
 
 def test_pairs_are_runs_on_the_same_batches(tmp_path):
