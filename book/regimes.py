@@ -90,17 +90,14 @@ def _mini(steps: int = 27_000, **changes) -> Regime:
     return _recipe("mini", steps, **(dict(checkpoint_interval=2_000) | changes))
 
 
-RECIPES = {  # in the order in which they are tried
-    "mini-b16-lr5": _mini(60_000, learning_rate=5e-3, batch_size=16),
+RECIPES = {  # in the order in which they are tried; those that are decided come last
+    "mini-lr3": _mini(36_000),
     "mini-lr5": _mini(learning_rate=5e-3),
+    "small-lr10": _small(learning_rate=1e-2),
     "mini-b16-lr3": _mini(60_000, batch_size=16),
     "small-lr6": _small(learning_rate=6e-3),
-    "tiny-lr20": _tiny(learning_rate=2e-2),
-    "mini-b16-lr8": _mini(60_000, learning_rate=8e-3, batch_size=16),
-    "mini-lr8": _mini(learning_rate=8e-3),
-    "small-lr10": _small(learning_rate=1e-2),
-    "mini-lr3": _mini(),
     "tiny": _tiny(),
+    "mini-lr8": _mini(learning_rate=8e-3),
     "tiny-b64": _tiny(batch_size=64),
     "tiny-b64-lr20": _tiny(batch_size=64, learning_rate=2e-2),
     "small-bpe-lr6": _small(learning_rate=6e-3, tokenizer="bpe:8192"),
@@ -112,6 +109,9 @@ RECIPES = {  # in the order in which they are tried
     "small-lr6-beta999": _small(learning_rate=6e-3, beta2=0.999),
     "mini-lr5-beta99": _mini(learning_rate=5e-3, beta2=0.99),
     "mini-lr5-beta999": _mini(learning_rate=5e-3, beta2=0.999),
+    "tiny-lr20": _tiny(learning_rate=2e-2),
+    "mini-b16-lr5": _mini(60_000, learning_rate=5e-3, batch_size=16),
+    "mini-b16-lr8": _mini(60_000, learning_rate=8e-3, batch_size=16),
 }
 
 
