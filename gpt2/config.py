@@ -110,7 +110,7 @@ PRESETS: dict[str, RunConfig] = {
 
 PRESET_NOTES = {
     "cpu": "no GPU needed: 2 layers, 64 wide, bytes; fails by rounding O to 2 fraction bits",
-    "mini": "one GPU: 6 layers, 384 wide, BPE of 8,192; bf16 failure within about 17,000 steps",
+    "mini": "one GPU: 6 layers, 384 wide, BPE of 8,192; where bf16 itself is tried",
     "gpt2s": "one GPU: GPT-2 small at 524,288 tokens a step; throughput and optimiser studies",
     "gpt2m": "one GPU: GPT-2 medium at 524,288 tokens a step",
     "paper": "4 GPUs or more: the paper's recipe, GPT-2 small on OpenWebText for 600,000 steps",
