@@ -93,8 +93,12 @@ def counts(findings: Findings) -> Markdown:
 def rules(claims: Sequence[Claim]) -> Markdown:
     """The rules that these claims use, in their own words, and how many use each."""
     used = Counter(claim.rule for claim in claims)
-    lines = [[f"`{name}`", count, *_told(name)] for name, count in used.most_common()]
-    return markdown_table(["rule", "claims", "what is claimed", "how it is judged"], lines)
+    lines = []
+    for name, count in used.most_common():
+        claimed, judged = _told(name)
+        times = "one claim" if count == 1 else f"{count} claims"
+        lines.append([f"`{name}` ({times}): {claimed}", judged])
+    return markdown_table(["rule, and what is claimed", "how it is judged"], lines)
 
 
 def _told(name: str) -> tuple[str, str]:

@@ -57,6 +57,8 @@ def runs_what_exists(command: str) -> None:
     if words[0] == "papermill":
         assert (ROOT / words[1]).exists()
         return
+    if words[0] == "torchrun":
+        words = ["python", *words[words.index("-m") :]]
     assert words[:2] == ["python", "-m"]
     assert pkgutil.resolve_name(words[2])
     if words[2] == "book.evidence":
