@@ -22,6 +22,7 @@ from .forks import fork_end, fork_step
 from .isolation_figures import layer_means, worst_layer
 from .records import head_curves, judge
 from .tables import markdown_table
+from .verdicts import first_sign
 
 
 def no_archive(name: str) -> Markdown:
@@ -182,15 +183,9 @@ def as_record(run: Run, names: Sequence[str]) -> dict:
     return {"heads": head_curves(run.metrics(), names)}
 
 
-def first_sign(rows: Sequence[Mapping]) -> int:
-    """The step up to which nothing shows in any run: its onset or its lowest smoothed loss."""
-    return min(_first_sign(row) for row in rows)
-
-
-def _first_sign(row: Mapping) -> int:
-    curve = row["curves"]["train_loss"]
-    lowest = curve["step"][int(np.nanargmin(np.asarray(curve["value"], dtype=float)))]
-    return lowest if row["onset_step"] is None else min(lowest, row["onset_step"])
+def before_signs(rows: Sequence[Mapping]) -> int:
+    """The step up to which nothing shows in any run (`verdicts.first_sign`)."""
+    return min(first_sign(row) for row in rows)
 
 
 def layer_findings(rows: Sequence[Mapping], names: Sequence[str], before: int) -> Markdown:

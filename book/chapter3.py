@@ -13,6 +13,7 @@ from gpt2.train import train_many
 
 from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
+from .drift import drift_words
 from .error_findings import SAID, verdicts
 from .evidence import Archive, run_experiment
 from .experiments import INJECTED, Experiment
@@ -165,32 +166,12 @@ def moments_table(moments: Moments, preset: str, step: int) -> Markdown:
 # -- the end --------------------------------------------------------------------------------------
 
 
-def drift_words(rows: Sequence[Mapping]) -> str:
-    """How many heads are outside their sign-flip band, before the onset and at the end.
-
-    A run without an onset counts with its last step in both.
-    """
-    out, last, total = 0, 0, 0
-    for row in rows:
-        steps, sums = head_values(row, "delta_error_mean:sum")
-        _, band = head_values(row, "delta_error_mean:band")
-        outside = np.abs(sums) > 1.96 * band
-        onset = row["onset_step"]
-        before = len(steps) if onset is None else max(1, int((steps < onset).sum()))
-        out, last = out + int(outside[before - 1].sum()), last + int(outside[-1].sum())
-        total += sums[-1].size
-    return (
-        f"outside the 95 % band of coin-flip signs are {out} of {total} heads before the onset, "
-        f"and {last} at the end of the run ({0.05 * total:.1f} would be by chance)"
-    )
-
-
 def what_you_saw(
     moments: Moments,
     chosen: Mapping[str, Moment],
     rows: Sequence[Mapping],
     kept: Mapping[str, Archive | None],
-    drift: Archive | None,
+    sums: Archive | None,
 ) -> Markdown:
     """The chapter's findings as a list; every number from a capture or a record.
 
@@ -225,8 +206,8 @@ def what_you_saw(
         told += (
             ["\n  - ".join([f"Interventions {name}, from the archive:", *found])] if found else []
         )
-    if drift is not None:
-        told.append(f"Archive: of the running sums, {drift_words(drift.arm('low'))}.")
+    for mine in by_arm(sums.rows).values() if sums else ():
+        told.append(f"Archive, {mine[0]['label']}: {drift_words(mine)}.")
     return Markdown("\n".join(f"- {sentence}" for sentence in told))
 
 
@@ -240,7 +221,9 @@ def archived_verdicts(name: str, archive: Archive | None) -> list[str]:
     return ([left_out] if left_out else []) + verdicts(tested(archive.rows))
 
 
-def against_the_paper(moments: Moments, kept: Mapping[str, Archive | None]) -> Markdown:
+def against_the_paper(
+    moments: Moments, kept: Mapping[str, Archive | None], sums: Archive | None
+) -> Markdown:
     """The paper's claims of section 3.3.1 beside what was measured here."""
     series = [m for s in moments.values() for m in s]
     trained = [m for m in series if m.step > series[0].step]
@@ -262,7 +245,14 @@ def against_the_paper(moments: Moments, kept: Mapping[str, Archive | None]) -> M
             f"gain beyond that of random signs (p ≤ 0.05): {outside} of {len(trained)} captures; "
             f"median gain {np.median([m.coherence.gain for m in trained]):.2f}",
         ],
-        ["Σ(δ_lp - δ_hp) drifts one way", f"biased beyond 3 σ: {biased} of {len(moments)} heads"],
+        [
+            "Σ(δ_lp - δ_hp) drifts one way",
+            f"biased beyond 3 σ in the captures: {biased} of {len(moments)} heads"
+            if sums is None
+            else "; ".join(
+                f"{r[0]['label']}: {drift_words(r)}" for r in by_arm(sums.rows).values()
+            ),
+        ],
     ]
     for name, archive in kept.items():
         if archive is not None:
@@ -271,14 +261,14 @@ def against_the_paper(moments: Moments, kept: Mapping[str, Archive | None]) -> M
 
 
 def _claims(name: str, rows: Sequence[Mapping]) -> list[list[str]]:
-    """The claims that interventions test, for one archive."""
+    """The claims that the interventions of one archive test."""
     arms = by_arm(rows)
     low = counted(arms.get("low", []))
     return [
         [f"{claim} ({name})", f"as it is {low}; " + "; ".join(_ended(arms, tests))]
         for claim, tests in (
             ("bias is the cause", ("mirror", "random_sign", "centred")),
-            ("the error acts on W_Q", ("own_direction", "dK_alone")),
+            ("the error acts on W_Q", ("own_direction", "dQ_alone", "dK_alone")),
             ("by their common direction", ("random_direction", "leading_direction")),
         )
         if any(test in arms for test in tests)

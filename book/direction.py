@@ -32,6 +32,7 @@ from kernels.forensics import (
 from kernels.forensics.delta import twin_outputs
 from kernels.forensics.pieces import Setting
 from kernels.formats import FP32
+from kernels.interventions import GRADIENTS
 from kernels.numerics import Numerics
 from kernels.policies import DeltaError, DeltaErrorKind
 
@@ -285,7 +286,7 @@ def injected_gains(
     """Kind of `DeltaError` -> coherent gain of what it adds to dW_Q, the sites of dQ in fp32.
 
     The terms are s[T] (x) X[T], s the row's change of dQ against delta_hp. Kinds that need given
-    moments are left out, and `dK_alone`, which adds nothing.
+    moments are left out, and those that send the error as it is into one gradient alone.
     """
     setting = Setting.of(head, numerics, True, None, 0)
     n = setting.numerics.at(delta_error=None, grad_scores=FP32, gradients=FP32)
@@ -299,7 +300,7 @@ def injected_gains(
     clean = dQ(n.at(delta_output=FP32), result.out_fp32)
     gains = {}
     for kind in kinds:
-        if kind in ("injected", "dK_alone"):
+        if kind == "injected" or kind in GRADIENTS:
             continue
         changed = n.at(delta_output=None, delta_error=DeltaError(kind))
         terms = dQ(changed, result.out_fp32) - clean

@@ -21,7 +21,8 @@ from .direction import (
     random_energies,
     random_pairs,
 )
-from .isolation_figures import head_values
+from .drift import drift
+from .isolation_figures import by_arm, head_values
 
 SIMILAR = 0.9  # cosine from which Fig. 4 marks a column as similar
 
@@ -179,25 +180,28 @@ def coherence_panels(series: Sequence[Moment]) -> Figure:
 
 @styled
 def cumulative(rows: Sequence[Mapping], place: tuple[int, int]) -> Figure:
-    """Running sum of the mean error of delta of one head, a line per record, in its own band.
+    """Running sum of the mean error of delta of one head: a panel per arm, a line per record.
 
-    Band: 1.96 standard deviations of the same sum with a coin's sign at every step. Values are
-    divided by the band's end, so that runs of different size compare.
+    In units of the standard deviation, at the last step shown, of the same sum with a coin's sign
+    at every step; grey: 1.96 of these, of the first record. Runs end where trouble begins.
     """
-    figure, axis = subplots(height=2.8)
-    for number, row in enumerate(rows):
-        steps, total = head_values(row, "delta_error_mean:sum")
-        _, band = head_values(row, "delta_error_mean:band")
-        layer, head = place
-        end = band[-1, layer, head] or 1.0
-        label = f"{row['label']}, seed {row['seed']}"
-        axis.plot(steps, total[:, layer, head] / end, label=label, **_style(number))
-        if number == 0:
-            edge = 1.96 * band[:, layer, head] / end
-            axis.fill_between(steps, -edge, edge, color="#999999", alpha=0.3, linewidth=0)
-    axis.axhline(0, color=INK, linewidth=0.8)
-    axis.set(xlabel="step", ylabel="running sum (σ of its null)")
-    figure.legend(loc="outside upper left", ncols=2)
+    arms = by_arm(rows)
+    figure, axes = subplots(1, len(arms), height=2.9, squeeze=False)
+    for axis, mine in zip(axes[0], arms.values()):
+        for number, row in enumerate(mine):
+            steps, total = head_values(row, "delta_error_mean:sum")
+            _, band = head_values(row, "delta_error_mean:band")
+            shown = steps <= drift(row).end
+            steps, total, band = (x[shown] for x in (steps, total[:, *place], band[:, *place]))
+            end = band[-1] or 1.0
+            axis.plot(steps, total / end, label=f"seed {row['seed']}", **_style(number))
+            if number == 0:
+                edge = 1.96 * band / end
+                axis.fill_between(steps, -edge, edge, color="#999999", alpha=0.3, linewidth=0)
+        axis.axhline(0, color=INK, linewidth=0.8)
+        axis.set(xlabel="step", title=mine[0]["label"])
+    axes[0, 0].set_ylabel("running sum (σ of its null)")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
     return figure
 
 

@@ -28,8 +28,9 @@ KEEPS = {
     "shuffled": "mean and sizes; not the row",
     "injected": "mean and rms of one step; nothing else",
     "injected_10": "ten times those",
-    "own_direction": "all in dQ; nothing in dK",
-    "dK_alone": "all in dK; nothing in dQ",
+    "own_direction": "all in dQ, past the rounding of dS; nothing in dK",
+    "dQ_alone": "all in dQ, bit for bit; nothing in dK",
+    "dK_alone": "all in dK, bit for bit; nothing in dQ",
     "random_direction": "size, sign and row in dQ; not the direction",
     "leading_direction": "size, sign and row in dQ; one shared direction",
     "fixed_direction": "size, sign and row in dQ; one direction for all",
@@ -86,6 +87,7 @@ SAID = {
     "injected": "Independent errors of the same mean and rms",
     "injected_10": "Ten times as large",
     "own_direction": "The error in $dQ$ alone",
+    "dQ_alone": "The error in $dQ$ alone, rounded with $dS$",
     "dK_alone": "The error in $dK$ alone",
     "random_direction": "In random directions",
     "leading_direction": "All along the shared direction",
@@ -110,6 +112,15 @@ MEANING = {
         "the errors must belong to their rows",
         "the errors need not belong to their rows",
     ),
+    "own_direction": (
+        "what it does to $dK$, the gradient of the keys, is needed",
+        "what it does to $dQ$ is enough",
+    ),
+    "dQ_alone": (
+        "what it does to $dK$, the gradient of the keys, is needed",
+        "what it does to $dQ$ is enough",
+    ),
+    "dK_alone": ("what it does to $dQ$ is needed", "what it does to $dK$ is enough"),
     "injected": (
         "the mean and rms of one step are not enough",
         "errors drawn with the mean and rms of one step are enough",
@@ -145,8 +156,9 @@ def _count(words: str, rows: Sequence[Mapping]) -> str:
 def _verdicts(arms: Arms) -> list[str]:
     low = arms["low"]
     told = [_meaning(name, arms[name], low) for name in MEANING if name in arms]
-    if "own_direction" in arms and "dK_alone" in arms:
-        told.append(_gradients(arms["own_direction"], arms["dK_alone"]))
+    own = into_queries(arms)
+    if own is not None and "dK_alone" in arms:
+        told.append(_gradients(own, arms["dK_alone"]))
     if "own_direction" in arms:
         told += _directions(arms)
     if "all_positive" in arms and "all_negative" in arms:
@@ -166,15 +178,23 @@ def _meaning(name: str, mine: Sequence[Mapping], low: Sequence[Mapping]) -> str:
     return f"{SAID[name]}: fewer failures ({p}{delayed}), so {fewer}."
 
 
+def into_queries(arms: Arms) -> Sequence[Mapping] | None:
+    """The arm with the error in dQ alone: bit for bit if there is one, else past dS's rounding."""
+    return arms.get("dQ_alone", arms.get("own_direction"))
+
+
 def _gradients(own: Sequence[Mapping], keys: Sequence[Mapping]) -> str:
     """What the arms that send the error into one gradient alone say together."""
     by_q, by_k = failures(own), failures(keys)
+    told = f"$dQ$ alone: {counted(own)}; $dK$ alone: {counted(keys)}"
+    if not by_q and not by_k:
+        return f"{told}. It takes both."
     if by_q and by_k:
-        return "Either of $dQ$ and $dK$ can carry the error to the failure."
-    if by_q or by_k:
-        way, other = ("$dQ$", "$dK$") if by_q else ("$dK$", "$dQ$")
-        return f"The error fails by way of {way}: in {other} alone it did not."
-    return "In neither of $dQ$ and $dK$ alone did the error fail: it takes both."
+        return f"{told}. Either can carry the error to the failure."
+    way, few, many = ("$dQ$", keys, own) if by_q else ("$dK$", own, keys)
+    p = fewer_by_chance(few, many)
+    told += f". Where it failed, it failed by way of {way}"
+    return f"{told} (one against the other: p = {p:.2g})."
 
 
 def _directions(arms: Arms) -> list[str]:
@@ -228,3 +248,58 @@ def sham_words(runs: Mapping, experiment: Experiment, seed: int) -> Markdown:
     same = identical_losses(parent, sham)
     word = "the failing run's, bit for bit" if same else "**not** the failing run's"
     return Markdown(f"The losses of the sham are {word}. It ended: {sham.outcome}.")
+
+
+# -- the account as a whole -----------------------------------------------------------------------
+
+# Words of `compared` for the three arms that change the sign -> what they say together.
+_SIGNS = {
+    "fewer": "Turned, tossed, or rid of its mean, the error fails less often. It takes its sign "
+    "and its mean; its size is not enough. So far the paper is right.",
+    "as often": "Turned, tossed, or rid of its mean, the error fails as often: neither its sign "
+    "nor its mean matters, against the paper.",
+}
+_ROWS = {
+    "fewer": "Errors dealt to other rows fail less often: an error belongs to its row, and not to "
+    "the sum alone.",
+    "as often": "Errors dealt to other rows keep their mean and fail as before. That fits "
+    "$\\alpha\\,(\\sum e)\\,R$, in which only the sum counts.",
+}
+
+
+def account(rows: Sequence[Mapping], paths: Sequence[Mapping] = ()) -> Markdown:
+    """What the interventions leave of the paper's account, link by link, in words.
+
+    paths: records of the pair that parts the two gradients bit for bit, if there are any. A link
+    that the outcomes do not decide is said to be open.
+    """
+    arms = by_arm(rows)
+    low = arms.get("low", [])
+    signs = ("mirror", "random_sign", "centred")
+    if not failures(low) or any(name not in arms for name in (*signs, "shuffled")):
+        return Markdown("*The interventions that would decide are not all archived.*")
+    words = {compared(arms[name], low) for name in signs}
+    told = {
+        "sign": _SIGNS.get(words.pop(), "Open.")
+        if len(words) == 1
+        else "Open: the arms disagree.",
+        "rows": _ROWS.get(compared(arms["shuffled"], low), "Open."),
+        "path": _path(by_arm(paths) if paths else arms),
+    }
+    return Markdown("\n".join(f"- **The {name}.** {words}" for name, words in told.items()))
+
+
+def _path(arms: Arms) -> str:
+    own, keys = into_queries(arms), arms.get("dK_alone")
+    if own is None or keys is None or not failures(arms.get("low", [])):
+        return "Open: no run parts the gradients."
+    ended = f"$dQ$ alone {counted(own)}, $dK$ alone {counted(keys)}"
+    if compared(own, arms["low"]) == "as often":
+        return f"By $W_Q$, as the paper has it: the error in $dQ$ alone is enough ({ended})."
+    if failures(keys) > failures(own):
+        return (
+            "Not, or not only, by $W_Q$, where the paper follows it. In $dK$ alone, which the "
+            f"paper does not look at, the error failed more often than in $dQ$ alone ({ended}). "
+            "The formula for $dW_Q$ is exact; what breaks these runs comes with $W_K$."
+        )
+    return f"Open: neither gradient alone carries it as the whole error does ({ended})."

@@ -320,6 +320,8 @@ def _error_interventions(low: str, preset: str) -> Iterable[tuple[str, str, str,
         label = f"independent errors of the measured mean and rms{told}"
         yield "row", name, _injected(low, INJECTED[preset], factor), label
     yield "gradient", "own_direction", error("own_direction"), "the error in dQ alone"
+    label = "the error in dQ alone, rounded with dS"
+    yield "gradient", "dQ_alone", error("dQ_alone"), label
     yield "gradient", "dK_alone", error("dK_alone"), "the error in dK alone"
     yield "direction", "random_direction", error("random_direction"), "in dQ, a random way per row"
     label = "in dQ, all along the shared direction of P K"
@@ -337,6 +339,14 @@ def _injected(low: str, moments: tuple[tuple[float, float], ...], factor: float)
     scopes = [f"L{i} -> {part}" for i, part in enumerate(parts) if i]
     return "; ".join([parts[0], *scopes])
 
+
+# The pair that parts the two gradients bit for bit, with the runs that it is judged by.
+PATHS = replace(
+    errors(),
+    name="error-paths",
+    question="By way of which gradient does the error of delta do its harm?",
+    arms=tuple(errors().arm(name) for name in ("low", "delta_fp32", "dQ_alone", "dK_alone")),
+)
 
 LOW_RANK = Experiment(
     name="low-rank",
@@ -499,6 +509,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         LAYERS,
         errors(),
         errors(forked=True),
+        PATHS,
         LOW_RANK,
         *SFA_SETTINGS,
         SFA_SWEEP,

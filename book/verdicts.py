@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import comb
 
-from gpt2.outcomes import DIVERGED_NATS, VERDICT_RUNS
+import numpy as np
+
+from gpt2.outcomes import VERDICT_RUNS
 
 from .isolation_figures import FAILED
 
 CHANCE = 0.05  # a difference with a larger probability is called none
+LOST_NATS = 0.5  # held-out loss above the twin's from which a run that lives is named
 
 
 def failures(rows: Sequence[Mapping]) -> int:
@@ -45,21 +48,25 @@ def tested(rows: Sequence[Mapping], parent: str = "low") -> list[Mapping]:
 
 def untested_words(rows: Sequence[Mapping], parent: str = "low") -> str:
     """Names the seeds that `tested` leaves out; empty where there are none."""
-    out = sorted({row["seed"] for row in rows} - {row["seed"] for row in tested(rows, parent)})
-    if not out:
+    kept = {row["seed"] for row in tested(rows, parent)}
+    out = [r for r in rows if r["arm"] == parent and r["seed"] not in kept]
+    told = []
+    for row in sorted(out, key=lambda r: r["seed"]):
+        rise = (row["held_out_loss"] or 0.0) - (row["best_held_out_loss"] or 0.0)
+        told.append(f"{row['seed']} (its held-out loss ended {rise:.1f} nats above its best)")
+    if not told:
         return ""
-    seeds = ", ".join(map(str, out))
     return (
-        f"With seed {seeds} the failing run did not fail by its last step, so its forks are no "
-        "test and are not counted in what follows."
+        f"By the rule, the failing run did not fail with seed {', '.join(told)}, so its forks are "
+        "no test and are not counted."
     )
 
 
 def lost_words(rows: Sequence[Mapping], twin: str = "delta_fp32") -> str:
-    """Names runs that did not fail by the rule and yet ended a nat above their twin's loss.
+    """Names runs that did not fail by the rule and yet ended LOST_NATS above their twin's loss.
 
-    The rule asks for a rise above a run's *own* minimum, so a run that never learnt is not called
-    diverged. Losses are held out, the twin's of the same seed. Empty where there are none.
+    The rule asks for a rise of a nat above a run's *own* minimum, so a run that never learnt is
+    not called diverged. Losses are held out, the twin's of the same seed. Empty where none did.
     """
     ends = {row["seed"]: row["held_out_loss"] for row in rows if row["arm"] == twin}
     found: dict[str, list[str]] = {}
@@ -67,15 +74,14 @@ def lost_words(rows: Sequence[Mapping], twin: str = "delta_fp32") -> str:
         loss, other = row["held_out_loss"], ends.get(row["seed"])
         if row["kind"] in FAILED or loss is None or other is None:
             continue
-        if loss - other >= DIVERGED_NATS:
+        if loss - other >= LOST_NATS:
             found.setdefault(row["label"], []).append(f"{loss - other:.1f}")
     if not found:
         return ""
     told = "; ".join(f"{label} (+{', +'.join(above)})" for label, above in found.items())
     return (
-        "Not called failed, because they never fell far enough to rise by a nat, or rose by a "
-        "little less, but at least a nat above the twin with delta from an fp32 O at the end: "
-        f"{told}."
+        "Not failed by the rule, which asks for a rise of a nat above a run's own minimum, but "
+        f"at least {LOST_NATS:g} nats above the twin with delta from an fp32 O at the end: {told}."
     )
 
 
@@ -95,3 +101,10 @@ def compared(mine: Sequence[Mapping], low: Sequence[Mapping]) -> str:
     if failures(mine) * len(low) >= failures(low) * len(mine):
         return "as often"
     return "fewer" if fewer_by_chance(mine, low) <= CHANCE else "unclear"
+
+
+def first_sign(row: Mapping) -> int:
+    """The step up to which nothing shows in a run: its onset or its lowest smoothed loss."""
+    curve = row["curves"]["train_loss"]
+    lowest = curve["step"][int(np.nanargmin(np.asarray(curve["value"], dtype=float)))]
+    return lowest if row["onset_step"] is None else min(lowest, row["onset_step"])

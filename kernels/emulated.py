@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from .formats import FP64
-from .interventions import DIRECTIONS, disturbed_delta, stray_gradient
+from .interventions import (
+    DIRECTIONS,
+    GRADIENTS,
+    delta_of_each,
+    disturbed_delta,
+    stray_gradient,
+)
 from .numerics import Numerics, Softmax
 from .result import ForwardResult
 from .sites import (
@@ -347,8 +353,9 @@ def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None, hea
 
     if n.delta_error.kind in DIRECTIONS:
         return column(hp), None, (lp - hp).unsqueeze(-1).to(dO.dtype)
-    if n.delta_error.kind == "dK_alone":
-        return column(hp), column(lp), None
+    if n.delta_error.kind in GRADIENTS:
+        of_q, of_k = delta_of_each(n.delta_error.kind, lp, hp)
+        return column(of_q), column(of_k), None
     return column(disturbed_delta(n.delta_error, hp, lp - hp, r.generator)), None, None
 
 

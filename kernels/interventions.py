@@ -3,8 +3,8 @@
 e = delta_lp - delta_hp is one number per row. `DeltaError` says what each kind does; here is the
 arithmetic that all backends share. A kind changes one property of the error and keeps the others:
 its sign (`mirror`, `random_sign`, `all_positive`), its mean (`centred`), which row it belongs to
-(`shuffled`), which gradient it reaches (`dK_alone`, `own_direction`), or the direction in which it
-moves dQ (the rest). `dK_alone` is no change of e: the backends give dQ and dK a delta each.
+(`shuffled`), the gradient that it reaches (GRADIENTS), or the direction in which it moves dQ
+(DIRECTIONS). GRADIENTS change no e: the backends give dQ and dK a delta each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import normalize
 from .policies import DeltaError
 
 DIRECTIONS = ("own_direction", "random_direction", "leading_direction", "fixed_direction")
+GRADIENTS = ("dQ_alone", "dK_alone")
 Draw = Callable[[str], torch.Generator]
 
 
@@ -48,6 +49,11 @@ def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, generator: Draw) ->
         draw = torch.randn(e.shape, generator=generator(kind), device=e.device)
         return hp + spec.mean + spec.rms * draw
     raise ValueError(f"delta_error={kind} is no change of delta: it says which gradient it moves")
+
+
+def delta_of_each(kind: str, lp: Tensor, hp: Tensor) -> tuple[Tensor, Tensor]:
+    """The deltas that dQ and dK see under one of GRADIENTS."""
+    return (lp, hp) if kind == "dQ_alone" else (hp, lp)
 
 
 def stray_gradient(spec: DeltaError, e: Tensor, PK: Tensor, scale: float, generator) -> Tensor:

@@ -58,6 +58,7 @@ DeltaErrorKind = Literal[
     "centred",
     "shuffled",
     "injected",
+    "dQ_alone",
     "dK_alone",
     "own_direction",
     "random_direction",
@@ -80,9 +81,11 @@ class DeltaError:
     shuffled          delta = delta_hp + e of another row of the head: the same mean and sizes,
                       which no longer belong to their rows; seeded
     injected          delta = delta_hp + mean + rms*normal: given moments on an exact run
-    dK_alone          dQ from the dS of delta_hp, dK from that of delta_lp: both bit for bit
+    dQ_alone          dQ from the dS of delta_lp, dK from that of delta_hp: both bit for bit
+    dK_alone          the other way round
     own_direction     dS from delta_hp, and dQ[T] -= scale * e[T] * (PK)[T]: the error as it is,
-                      in dQ alone; the control of the next three, which leave dK alone too
+                      in dQ alone, past the rounding of dS; the control of the next three, which
+                      leave dK alone too
     random_direction  dS from delta_hp, and dQ[T] -= scale * e[T] * |(PK)[T]| * u[T] with u[T] a
                       fresh random unit vector: same sizes, no shared direction
     leading_direction the same with the unit vector that the batch's rows (PK)[T] share most, one

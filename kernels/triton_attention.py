@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .formats import FP64
-from .interventions import DIRECTIONS, disturbed_delta
+from .interventions import DIRECTIONS, GRADIENTS, delta_of_each, disturbed_delta
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
 from .result import ForwardResult
 from .triton_blocks import HOPPER_SHARED, Blocks, choose_blocks, pad
@@ -506,8 +506,8 @@ def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, s
         return delta, delta
     low = out if n.delta_output is None else _prepare(high, n.delta_output, "delta_output", seed)
     lp, hp = _row_dot(dO, low), _row_dot(dO, high)
-    if n.delta_error.kind == "dK_alone":
-        return hp, lp
+    if n.delta_error.kind in GRADIENTS:
+        return delta_of_each(n.delta_error.kind, lp, hp)
     generator = torch.Generator(dO.device).manual_seed(int(number))
     e = lp.double() - hp.double()
     delta = disturbed_delta(n.delta_error, hp.double(), e, lambda _: generator).float()

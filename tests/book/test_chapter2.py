@@ -36,6 +36,7 @@ def row(name, seed=0, failed=None, experiment=LIVE):
         "onset_step": None,
         "steps": int(steps[-1]),
         "held_out_loss": float(loss[-1]),
+        "best_held_out_loss": float(loss.min()),
         "worst_norm": float(grown.max()),
         "worst_tie_rate": 0.0,
         "curves": {"train_loss": curve},
@@ -214,7 +215,7 @@ def test_seeds_whose_failing_run_lived_are_named_and_not_counted():
     rows[2 * len(LIVE.arms)] = row("low", 2)  # the seed lives, and its unchanged fork with it
     rows[2 * len(LIVE.arms) + 1] = row("same", 2)
     told = findings.archive_findings(LIVE, rows)
-    assert told[0].startswith("With seed 2 the failing run did not fail")
+    assert told[0].startswith("By the rule, the failing run did not fail with seed 2 (")
     assert "Archived (observed, 4 run(s) an arm): every run failed with: no change" in told[2]
     found = {label: ours for label, _, ours, _ in findings.paper_comparison(LIVE, rows)}
     assert found["no change"] == "4 of 4 failed"
@@ -250,8 +251,9 @@ def test_the_controls_decide_whether_the_forks_mean_anything(monkeypatch):
 
 def test_the_first_sign_is_an_onset_or_the_lowest_loss_of_any_run():
     falls = row("exact", 0)
-    assert chapter2.first_sign([falls]) == 3_000
-    assert chapter2.first_sign([falls, row("exact", 1) | {"onset_step": 900}]) == 900
+    assert chapter2.before_signs([falls]) == 3_000
+    assert chapter2.before_signs([falls, row("exact", 1) | {"onset_step": 900}]) == 900
     turned = row("low", 0, 2_000)
     turned["curves"]["train_loss"]["value"][3] = 1.5
-    assert chapter2.first_sign([falls, turned]) == turned["curves"]["train_loss"]["step"][3] == 650
+    lowest = turned["curves"]["train_loss"]["step"][3]
+    assert chapter2.before_signs([falls, turned]) == lowest == 650

@@ -7,7 +7,13 @@ import torch
 
 from kernels import emulated, parse_numerics
 from kernels.forensics import coherent_gain
-from kernels.interventions import DIRECTIONS, disturbed_delta, leading_direction, stray_gradient
+from kernels.interventions import (
+    DIRECTIONS,
+    GRADIENTS,
+    disturbed_delta,
+    leading_direction,
+    stray_gradient,
+)
 from kernels.policies import DeltaError, DeltaErrorKind
 
 
@@ -51,7 +57,7 @@ def test_injected_errors_have_the_given_moments(e):
 
 
 def test_which_gradient_errs_is_no_change_of_delta(e):
-    for kind in ("random_direction", "dK_alone"):
+    for kind in ("random_direction", "dQ_alone", "dK_alone"):
         with pytest.raises(ValueError, match="says which gradient"):
             errors(kind, e)
 
@@ -95,9 +101,10 @@ def test_the_backward_pass_knows_every_kind(kind):
     elif kind == "own_direction":
         torch.testing.assert_close(found[0], low[0], rtol=1e-4, atol=1e-5)
         assert torch.equal(found[1], clean[1]) and not torch.equal(found[1], low[1])
-    elif kind == "dK_alone":
-        assert torch.equal(found[0], clean[0]) and torch.equal(found[1], low[1])
-        assert not torch.equal(found[0], low[0]) and not torch.equal(found[1], clean[1])
+    elif kind in GRADIENTS:
+        of_q, of_k = (low, clean) if kind == "dQ_alone" else (clean, low)
+        assert torch.equal(found[0], of_q[0]) and torch.equal(found[1], of_k[1])
+        assert not torch.equal(low[0], clean[0]) and not torch.equal(low[1], clean[1])
     elif kind == "injected":  # moments of 0
         torch.testing.assert_close(found, clean)
     else:
