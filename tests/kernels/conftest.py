@@ -4,10 +4,25 @@
 one such process for all of them). `gpu` tests need a CUDA device.
 """
 
+import contextlib
 import os
 
 import pytest
 import torch
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """`with fault(owner, name, replacement): check()`: with it put in, the check has to fail."""
+
+    @contextlib.contextmanager
+    def put_in(owner, name, replacement):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, replacement)
+            with pytest.raises(AssertionError):
+                yield
+
+    return put_in
 
 
 def pytest_configure(config):

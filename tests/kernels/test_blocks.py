@@ -3,9 +3,12 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 
+from kernels import triton_blocks
 from kernels.triton_blocks import (
     ADA_SHARED,
     HOPPER_SHARED,
@@ -16,11 +19,12 @@ from kernels.triton_blocks import (
     shared_bytes,
 )
 
-KERNELS = ("forward", "grad_keys", "grad_queries")
+KERNELS = Path(triton_blocks.__file__).parent
+NAMES = ("forward", "grad_keys", "grad_queries")
 LIMITS = (65_536, ADA_SHARED, HOPPER_SHARED)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", NAMES)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_every_choice_fits_its_limit(kernel, limit):
     for head_dim, itemsize in itertools.product((1, 8, 40, 64, 80, 96, 128, 192, 256), (2, 4)):
@@ -35,12 +39,18 @@ def test_every_choice_fits_its_limit(kernel, limit):
         assert blocks.block_m & (blocks.block_m - 1) == blocks.block_n & (blocks.block_n - 1) == 0
 
 
-def test_a_smaller_limit_gives_smaller_blocks():
-    """Case 45: D = 128 wanted 131,074 bytes where 101,376 are there."""
-    big = choose_blocks("forward", head_dim=128, shared_limit=HOPPER_SHARED)
-    small = choose_blocks("forward", head_dim=128, shared_limit=ADA_SHARED)
-    assert shared_bytes("forward", big, 128, 128, 2) > ADA_SHARED
-    assert small != big and shared_bytes("forward", small, 128, 128, 2) <= ADA_SHARED
+def test_case_045_a_smaller_limit_gives_smaller_blocks(fault):
+    """D = 128 wanted 131,074 bytes where 101,376 are there."""
+
+    def check():
+        big = choose_blocks("forward", head_dim=128, shared_limit=HOPPER_SHARED)
+        small = choose_blocks("forward", head_dim=128, shared_limit=ADA_SHARED)
+        assert shared_bytes("forward", big, 128, 128, 2) > ADA_SHARED
+        assert small != big and shared_bytes("forward", small, 128, 128, 2) <= ADA_SHARED
+
+    check()
+    with fault(triton_blocks, "shared_bytes", lambda *args: 0):  # nobody looks at the limit
+        check()
 
 
 def test_the_running_tile_is_kept():
@@ -64,12 +74,23 @@ def test_errors_name_the_head_dimension_and_a_remedy():
         shared_bytes("sideways", Blocks(16, 16, 4, 1), 64, 64, 2)
 
 
-def test_kernels_import_without_triton():
-    """Case 47: no Triton on this machine; auto still works and `supports` says why not."""
-    code = """
+@pytest.mark.parametrize("file", [None, "attention.py", "parity.py"])
+def test_case_047_kernels_import_without_triton(tmp_path, file):
+    """No Triton on this machine; auto still works and `supports` says why not.
+
+    With a file named, the fault: an import of Triton at its top.
+    """
+    copytree(KERNELS, tmp_path / "kernels", ignore=ignore_patterns("__pycache__"))
+    if file:
+        path = tmp_path / "kernels" / file
+        path.write_text(
+            path.read_text().replace("\nimport torch\n", "\nimport triton, torch\n", 1)
+        )
+    code = f"""
 import sys
+sys.path.insert(0, {str(tmp_path)!r})
 sys.modules["triton"] = None  # `import triton` raises ImportError
-import torch, kernels
+import torch, kernels, kernels.parity
 from kernels.attention import attention, resolve_backend
 from kernels import triton_attention, parse_numerics
 why = triton_attention.supports(parse_numerics("paper"), device="cuda", dtype=torch.bfloat16)
@@ -78,4 +99,5 @@ x = torch.randn(1, 1, 4, 8)
 assert attention(x, x, x, numerics="paper").shape == x.shape
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode == 0) == (file is None), done.stderr
+    assert file is None or "import of triton halted" in done.stderr

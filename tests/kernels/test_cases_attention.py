@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import BF16, FP16, Probe, attention, backends, emulated, oracle, resolve_backend
-from kernels.numerics import Softmax, flash, paper, stabilized
-from kernels.rounding import ulp
+from kernels.numerics import (
+    SITE_NAMES,
+    Site,
+    Softmax,
+    flash,
+    paper,
+    parse_numerics,
+    stabilized,
+)
+from kernels.rounding import round_to, ulp
 from kernels.sites import Rounder, scaled_product
-
-
-@contextlib.contextmanager
-def fault(monkeypatch, owner, name, replacement):
-    """Inside, the check has to fail."""
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, replacement)
-        with pytest.raises(AssertionError):
-            yield
 
 
 def _qkv(B=1, H=2, T=12, D=8, Tk=None, dtype=torch.float32):
@@ -62,7 +61,38 @@ def _with_scores(scores, rows=1, v=None, D=64):
 # -- 1. divergence and mismatch -------------------------------------------------------------------
 
 
-def test_case_008_two_tied_values_in_fp16_give_no_error(monkeypatch):
+@pytest.mark.parametrize("text", ["paper", "authors,tile=4", "flash,tile=4"])
+def test_case_004_each_step_lies_on_the_grid_that_its_site_says(text, fault, monkeypatch):
+    """S, m, P_bar, l, O_bar, O and the backward's, as they come out of the arithmetic."""
+    q, k, v = _qkv(T=12, D=8)
+    numerics, steps = parse_numerics(text), {}
+    rounded = Rounder.__call__
+
+    def seen(self, x, name):
+        y = rounded(self, x, name)
+        steps.setdefault(name, []).append(y.clone())  # y itself may be overwritten later
+        return y
+
+    monkeypatch.setattr(Rounder, "__call__", seen)
+
+    def check():
+        steps.clear()
+        _all(q, k, v, numerics=text)
+        passed = {"inputs": "through Rounder.input", "delta_output": "only where asked for"}
+        quiet = {s for s in SITE_NAMES if getattr(numerics, s) == Site()}
+        assert set(steps) | set(passed) | quiet == set(SITE_NAMES)
+        for name, values in steps.items():
+            fmt = getattr(numerics, name).format
+            for x in values:
+                assert x.dtype == torch.float32 and torch.equal(round_to(x, fmt), x)
+
+    check()
+    right = Rounder.to_site
+    with fault(Rounder, "to_site", lambda self, x, *site: right(self, x, *site) * (1 + 2**-20)):
+        check()  # the reported fault: a product that promotes on its way
+
+
+def test_case_008_two_tied_values_in_fp16_give_no_error(fault):
     v = torch.tensor([-2.40625, -2.296875]).view(1, 1, 2, 1).expand(1, 1, 2, 64).contiguous()
     fp16 = paper().at(**{s: FP16 for s in ("inputs", "scores", "probabilities", "unnormalized")})
 
@@ -72,7 +102,7 @@ def test_case_008_two_tied_values_in_fp16_give_no_error(monkeypatch):
             assert (out == expected).all()  # bf16: the even neighbour, the tie is lost
 
     check()
-    with fault(monkeypatch, Rounder, "to_site", lambda self, x, site, name: x):
+    with fault(Rounder, "to_site", lambda self, x, site, name: x):
         check()  # a site that rounds nothing hides what the formats do
 
 
@@ -99,7 +129,7 @@ def test_case_011_every_backend_is_measured_against_float64_in_ulps(backend, rec
 
 
 @pytest.mark.parametrize("text", ["exact", "stabilized,beta=2", "guarded"])
-def test_case_013_without_a_causal_mask_equal_keys_all_tie(text, monkeypatch):
+def test_case_013_without_a_causal_mask_equal_keys_all_tie(text, fault):
     q, k, v = _with_scores([3.0] * 4, rows=4)
 
     def check():
@@ -113,7 +143,6 @@ def test_case_013_without_a_causal_mask_equal_keys_all_tie(text, monkeypatch):
     check()
     always_causal = emulated.forward
     with fault(
-        monkeypatch,
         emulated,
         "forward",
         lambda *a, **k: always_causal(*a, **(k | dict(causal=True))),
@@ -138,7 +167,7 @@ def test_case_015_rank_one_inputs_with_large_scores_stay_at_the_truth(record_pro
 
 
 @pytest.mark.parametrize("text", ["exact", "flash,tile=16"])
-def test_case_015_constant_inputs_are_the_purest_tied_rows(text, monkeypatch):
+def test_case_015_constant_inputs_are_the_purest_tied_rows(text, fault):
     q, k = (torch.full((1, 1, 40, 64), x).requires_grad_() for x in (0.5, 0.25))
     v = torch.full((1, 1, 40, 64), 0.8125).requires_grad_()
 
@@ -155,7 +184,7 @@ def test_case_015_constant_inputs_are_the_purest_tied_rows(text, monkeypatch):
     check()
     right = emulated._scores
     noisy = lambda *a: right(*a) + 1e-3 * torch.rand(40, 40)  # noqa: E731
-    with fault(monkeypatch, emulated, "_scores", noisy):
+    with fault(emulated, "_scores", noisy):
         check()
 
 
@@ -177,7 +206,7 @@ def test_case_016_the_yardstick_is_float64_on_the_quantised_inputs():
     assert (mine.double() - theirs.double()).abs().max() > 0  # equality with it is no goal
 
 
-def test_case_017_each_rounding_site_can_be_switched_alone(monkeypatch):
+def test_case_017_each_rounding_site_can_be_switched_alone(fault):
     q, k, v = _qkv(T=64, D=64)
     truth = _truth(q, k, v)[0]
 
@@ -192,7 +221,7 @@ def test_case_017_each_rounding_site_can_be_switched_alone(monkeypatch):
             assert relative(f"exact,{site}=bf16") > 1e-4
 
     check()
-    with fault(monkeypatch, Rounder, "to_site", lambda self, x, site, name: x):
+    with fault(Rounder, "to_site", lambda self, x, site, name: x):
         check()
     probe = Probe()
     attention(*_with_scores([50.3, 66.7]), numerics="paper,inputs=fp32", causal=False, probe=probe)
@@ -232,7 +261,7 @@ def test_lse_kept_in_bf16_ruins_the_backward():
 
 
 @pytest.mark.parametrize("text", ["exact", "flash", "paper", "authors", "guarded"])
-def test_case_024_huge_equal_logits(text, monkeypatch):
+def test_case_024_huge_equal_logits(text, fault):
     q, k, v = (torch.full((1, 1, 1, 64), 133120.0).requires_grad_() for _ in range(3))
     dout = torch.randn(1, 1, 1, 64).bfloat16().float()
 
@@ -242,7 +271,7 @@ def test_case_024_huge_equal_logits(text, monkeypatch):
         assert dq.isfinite().all() and dk.isfinite().all()
 
     check()
-    with fault(monkeypatch, emulated, "_reference", lambda policy, S, m: torch.zeros_like(m)):
+    with fault(emulated, "_reference", lambda policy, S, m: torch.zeros_like(m)):
         check()
 
 
@@ -257,7 +286,7 @@ def test_case_024_gradients_of_a_single_key_vanish():
 @pytest.mark.parametrize(
     "text", ["exact", "flash,tile=3", "authors,tile=3", "stabilized", "guarded"]
 )
-def test_case_025_a_fully_masked_row_is_zero_and_spoils_nothing(text, monkeypatch):
+def test_case_025_a_fully_masked_row_is_zero_and_spoils_nothing(text, fault):
     q, k, v = _qkv(T=7)
     mask = torch.ones(7, 7, dtype=torch.bool)
     mask[1] = False
@@ -278,7 +307,7 @@ def test_case_025_a_fully_masked_row_is_zero_and_spoils_nothing(text, monkeypatc
         bias, fence = parts(mask, shape, dtype)
         return bias, fence.clamp(min=-1e30)
 
-    with fault(monkeypatch, emulated, "_mask_parts", finite_fill):
+    with fault(emulated, "_mask_parts", finite_fill):
         check()
 
 
@@ -290,7 +319,7 @@ def _merge(parts):
     return sum(w.unsqueeze(-1) * out for w, (out, _) in zip(weights, parts)), total
 
 
-def test_case_026_parts_merge_through_lse_and_empty_parts_weigh_nothing(monkeypatch):
+def test_case_026_parts_merge_through_lse_and_empty_parts_weigh_nothing(fault):
     q, k, v = (x.detach() for x in _qkv(T=6, Tk=10))
 
     def part(keys):
@@ -308,7 +337,7 @@ def test_case_026_parts_merge_through_lse_and_empty_parts_weigh_nothing(monkeypa
         assert (nothing == 0).all() and (total == -math.inf).all()
 
     check()
-    with fault(monkeypatch, emulated, "_finish", _in_base_two(emulated._finish)):
+    with fault(emulated, "_finish", _in_base_two(emulated._finish)):
         check()
 
 
@@ -321,7 +350,7 @@ def _in_base_two(finish):
     return finished
 
 
-def test_case_027_lse_is_a_natural_logarithm_and_takes_no_gradient(monkeypatch):
+def test_case_027_lse_is_a_natural_logarithm_and_takes_no_gradient(fault):
     q, k, v = _qkv()
     probe = Probe()
 
@@ -331,14 +360,14 @@ def test_case_027_lse_is_a_natural_logarithm_and_takes_no_gradient(monkeypatch):
         torch.testing.assert_close(probe.lse, torch.logsumexp(S, -1), rtol=1e-5, atol=1e-5)
 
     check()
-    with fault(monkeypatch, emulated, "_finish", _in_base_two(emulated._finish)):
+    with fault(emulated, "_finish", _in_base_two(emulated._finish)):
         check()
     with pytest.raises(RuntimeError, match="does not require grad"):
         probe.lse.sum().backward()
 
 
 @pytest.mark.parametrize("T", [1, 15, 17, 63, 65, 127, 129, 1000])
-def test_case_028_ragged_lengths_and_poisoned_memory(T, monkeypatch):
+def test_case_028_ragged_lengths_and_poisoned_memory(T, fault):
     q, k, v = _qkv(H=1, T=T, D=32)
     truth = _truth(q, k, v)
 
@@ -359,12 +388,12 @@ def test_case_028_ragged_lengths_and_poisoned_memory(T, monkeypatch):
         rubbish = torch.full((1, 1, 1), math.nan)  # what an uninitialised buffer may hold
         return torch.baddbmm(rubbish if addend is None else addend, a, b, alpha=alpha)
 
-    with fault(monkeypatch, emulated, "scaled_product", reads_rubbish):
+    with fault(emulated, "scaled_product", reads_rubbish):
         check()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 128])
-def test_case_031_views_and_slices_equal_contiguous_copies(cut, monkeypatch):
+def test_case_031_views_and_slices_equal_contiguous_copies(cut, fault):
     fused = torch.randn(2, 140, 3, 2, 16)
 
     def results(contiguous):
@@ -388,11 +417,11 @@ def test_case_031_views_and_slices_equal_contiguous_copies(cut, monkeypatch):
         packed = torch.empty(x.shape).stride()
         return right(self, torch.as_strided(x, x.shape, packed), name)
 
-    with fault(monkeypatch, Rounder, "input", ignores_strides):
+    with fault(Rounder, "input", ignores_strides):
         check()
 
 
-def test_case_033_gradients_without_a_causal_mask(monkeypatch):
+def test_case_033_gradients_without_a_causal_mask(fault):
     q, k, v = _qkv()
 
     def check():
@@ -400,9 +429,7 @@ def test_case_033_gradients_without_a_causal_mask(monkeypatch):
 
     check()
     right = emulated.backward
-    with fault(
-        monkeypatch, emulated, "backward", lambda *a, **kw: right(*a, **(kw | dict(causal=True)))
-    ):
+    with fault(emulated, "backward", lambda *a, **kw: right(*a, **(kw | dict(causal=True)))):
         check()
 
 
@@ -437,7 +464,7 @@ def test_case_034_two_near_equal_sinks():
     assert (probe.ties[:, :, 4:] == 2).all()  # bf16 has steps of 0.25 there
 
 
-def test_case_036_backward_repeats_bit_for_bit(monkeypatch):
+def test_case_036_backward_repeats_bit_for_bit(fault):
     q, k, v = _qkv(B=2, H=4, T=128, D=64)
     dout = torch.randn_like(q)
 
@@ -454,7 +481,7 @@ def test_case_036_backward_repeats_bit_for_bit(monkeypatch):
         order = torch.randperm(b.shape[1])  # as atomic additions arrive
         return scaled_product(a[..., order], b[:, order], alpha, addend)
 
-    with fault(monkeypatch, emulated, "scaled_product", any_order):
+    with fault(emulated, "scaled_product", any_order):
         check()
 
 
@@ -472,7 +499,7 @@ def test_case_037_any_head_dimension_with_its_own_scale(D):
 
 @pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 3, 8)])
 @pytest.mark.parametrize("which", ["q", "k", "both"])
-def test_case_040_zero_lengths(shape, which, monkeypatch):
+def test_case_040_zero_lengths(shape, which, fault, monkeypatch):
     full = (*shape[:2], 3, shape[3])
     q = torch.randn(full if which == "k" else shape).requires_grad_()
     k, v = (torch.randn(full if which == "q" else shape).requires_grad_() for _ in range(2))
@@ -487,13 +514,11 @@ def test_case_040_zero_lengths(shape, which, monkeypatch):
             assert x.shape == like.shape and (x == 0).all()
 
     check()
-    with fault(
-        monkeypatch, sys.modules["kernels.attention"], "_nothing_to_do", lambda q, k: False
-    ):
+    with fault(sys.modules["kernels.attention"], "_nothing_to_do", lambda q, k: False):
         check()
 
 
-def test_case_041_lowest_numbers_in_an_additive_mask_are_masked(monkeypatch):
+def test_case_041_lowest_numbers_in_an_additive_mask_are_masked(fault):
     q, k, v = _qkv(T=4)
     lowest = torch.finfo(torch.float32).min
     padded = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]).bool()
@@ -516,11 +541,11 @@ def test_case_041_lowest_numbers_in_an_additive_mask_are_masked(monkeypatch):
             return None, torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
         return mask.float(), torch.zeros(mask.shape)
 
-    with fault(monkeypatch, emulated, "_mask_parts", only_infinity):
+    with fault(emulated, "_mask_parts", only_infinity):
         check()
 
 
-def test_case_042_autocast_follows_one_rule_forward_and_backward(monkeypatch):
+def test_case_042_autocast_follows_one_rule_forward_and_backward(fault):
     q, k, v = (x.detach().requires_grad_() for x in _qkv(T=40, D=16))
     k, v = k.detach().half().requires_grad_(), v.detach().bfloat16().requires_grad_()
     dout = torch.randn(1, 2, 40, 16).bfloat16()
@@ -538,7 +563,7 @@ def test_case_042_autocast_follows_one_rule_forward_and_backward(monkeypatch):
 
     check()
     inherits = lambda device: contextlib.nullcontext()  # noqa: E731
-    with fault(monkeypatch, emulated, "plain_arithmetic", inherits):
+    with fault(emulated, "plain_arithmetic", inherits):
         check()
 
 

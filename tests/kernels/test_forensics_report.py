@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kernels import BF16, round_to
-from kernels.forensics import as_head, load_head, report
+from kernels.forensics import as_head, inputs, load_head, report
 from kernels.forensics.__main__ import main
 
 
@@ -33,18 +33,25 @@ def sink(t=24):
     return {name: round_to(value, BF16) for name, value in x.items()}
 
 
-def test_bf16_tensors_numpy_npz_and_safetensors_give_one_answer(tmp_path):
-    """Case 12: bf16 values from any framework, as float32 in an .npz too."""
+def test_case_012_tensors_of_any_framework_give_one_answer(tmp_path, fault):
+    """bf16 values as torch, numpy, lists, float32 in an .npz, .safetensors."""
     x = tensors()
     want = report(x).to_dict()
-    assert report({n: v.bfloat16() for n, v in x.items()}).to_dict() == want
-    assert report(*(v.numpy() for v in x.values())).to_dict() == want
-    assert report({n: v.tolist() for n, v in x.items()}).to_dict() == want
-    assert report({n: v.double() for n, v in x.items()}).to_dict() == want
     np.savez(tmp_path / "head.npz", **{n: v.numpy() for n, v in x.items()})
     save_file({n: v.bfloat16() for n, v in x.items()}, tmp_path / "head.safetensors")
-    for name in ("head.npz", "head.safetensors"):
-        assert report(tmp_path / name).to_dict() == want
+
+    def check():
+        assert report({n: v.bfloat16() for n, v in x.items()}).to_dict() == want
+        assert report(*(v.numpy() for v in x.values())).to_dict() == want
+        assert report({n: v.tolist() for n, v in x.items()}).to_dict() == want
+        assert report({n: v.double() for n, v in x.items()}).to_dict() == want
+        for name in ("head.npz", "head.safetensors"):
+            assert report(tmp_path / name).to_dict() == want
+
+    check()
+    right = inputs._tensor
+    with fault(inputs, "_tensor", lambda x, name: round_to(right(x, name), BF16.cut(3))):
+        check()
 
 
 def test_one_head_of_a_batch_is_picked_by_index():
@@ -99,24 +106,41 @@ def test_keys_of_other_codebases_are_understood():
     assert torch.equal(head.dO[0], x["dO"]) and torch.equal(head.X[0], x["X"])
 
 
-def test_a_sink_head_and_an_untrained_head_are_described_not_foretold():
-    """Case 3: ties are counted, and nothing is prophesied."""
-    tied, plain = report(sink()), report(tensors(spread=0.3), numerics="exact")
-    assert "ties seen in 23 of 24 rows" in tied.text
-    assert any(line.startswith("tied maxima: none in 24 rows") for line in plain.ruled_out)
-    for told in (tied, plain):
-        words = " ".join(told.found + told.ruled_out).lower()
-        assert not any(word in words for word in ("will", "explode", "diverge", "predict"))
-        assert "does not say what training does next" in told.text
+def test_case_003_a_sink_head_and_an_untrained_head_are_described_not_foretold(fault):
+    """Ties are counted, and nothing is prophesied."""
+
+    def check():
+        tied, plain = report(sink()), report(tensors(spread=0.3), numerics="exact")
+        assert "ties seen in 23 of 24 rows" in tied.text
+        assert any(line.startswith("tied maxima: none in 24 rows") for line in plain.ruled_out)
+        for told in (tied, plain):
+            words = told.text.partition("Other known causes")[0].lower()
+            assert not any(word in words for word in ("will ", "explode", "diverge", "predict"))
+            assert "does not say what training does next" in told.text
+
+    check()
+    right = sys.modules[report.__module__]._delta_lines
+    with fault(
+        sys.modules[report.__module__],
+        "_delta_lines",
+        lambda delta: [*right(delta), "Training will explode."],
+    ):
+        check()
 
 
-def test_other_causes_are_always_listed_and_ties_only_when_counted():
+def test_case_006_other_causes_are_always_listed_and_ties_only_when_counted(fault):
     """A diverged run without low-precision attention: the report names what it did not test."""
-    told = report(tensors(spread=0.3), numerics="exact")
-    assert not any("ties" in line for line in told.found)
-    for word in ("learning rate", "accumulation", "eps", "seed", "races"):
-        assert word in told.text
-    assert "an error of delta: delta_lp equals delta_hp in every row" in told.ruled_out
+
+    def check():
+        told = report(tensors(spread=0.3), numerics="exact")
+        assert not any("ties" in line for line in told.found)
+        for word in ("learning rate", "accumulation", "eps", "seed", "races"):
+            assert word in told.text
+        assert "an error of delta: delta_lp equals delta_hp in every row" in told.ruled_out
+
+    check()
+    with fault(sys.modules[report.__module__], "NOT_TESTED", ()):
+        check()
 
 
 def test_what_was_not_given_is_named():

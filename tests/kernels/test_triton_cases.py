@@ -18,6 +18,7 @@ import torch
 
 from kernels import oracle, parity, parse_numerics, triton_attention
 from kernels.attention import attention
+from kernels.triton_blocks import pad
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -25,15 +26,6 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("cpu", marks=pytest.mark.interpreted),
 ]
-
-
-@contextlib.contextmanager
-def fault(monkeypatch, name, replacement):
-    """Inside, a part of the Triton backend is replaced and the check has to fail."""
-    with monkeypatch.context() as patch:
-        patch.setattr(triton_attention, name, replacement)
-        with pytest.raises(AssertionError):
-            yield
 
 
 @contextlib.contextmanager
@@ -54,7 +46,7 @@ def few_programs(limit):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-def test_case_028_unwritten_memory_is_never_read(device, monkeypatch):
+def test_case_028_unwritten_memory_is_never_read(device, fault):
     tensors = parity.inputs((1, 3, 3, 92, 92, 40, 40), kind="gaussian", device=device)
 
     def check():
@@ -70,7 +62,7 @@ def test_case_028_unwritten_memory_is_never_read(device, monkeypatch):
         assert len(seen) == 1
 
     check()
-    with fault(monkeypatch, "_programs", few_programs(2)):
+    with fault(triton_attention, "_programs", few_programs(2)):
         check()
 
 
@@ -91,6 +83,97 @@ def test_case_024_huge_logits_give_the_value_back(device):
     check("paper")
     with pytest.raises(AssertionError):  # the reported fault: exp without the whole maximum
         check("paper,softmax=shifted,shift=-1e12")
+
+
+# -- in the interpreter: what tests/kernels/test_cases_attention.py asks of the emulator ----------
+
+EXACT = parse_numerics("exact")
+
+
+def gradients_and_output(tensors, **choices):
+    return parity.run(
+        triton_attention, EXACT, tensors, **(dict(causal=True, scale=1 / 4) | choices)
+    )
+
+
+@pytest.mark.interpreted
+def test_case_031_views_equal_contiguous_copies(fault):
+    fused = parity.inputs((2, 21, 21, 2, 2, 48, 48), dtype=torch.float32)[0]  # [B, T, H, 3 D]
+    q, k, v = (x.transpose(1, 2) for x in fused.split(16, dim=-1))
+    dO = torch.randn(2, 2, 16, 21).mT
+    views = (q, k[:, :, :-1], v[:, :, :-1], dO)
+    copies = gradients_and_output([x.contiguous() for x in views])
+
+    def check():
+        for name, x in gradients_and_output(views).items():
+            assert torch.equal(x, copies[name]), name
+
+    check()
+
+    def ignores_strides(x, *_):
+        return torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
+
+    with fault(triton_attention, "_prepare", ignores_strides):
+        check()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("causal", (True, False))
+def test_case_033_the_backward_knows_whether_keys_are_hidden(causal, fault):
+    tensors = parity.inputs((1, 2, 2, 30, 35, 16, 24), kind="gaussian", dtype=torch.float32)
+    q, k, v, dO = tensors
+    truth = oracle.attention_backward(dO, q, k, v, causal, 1 / 4)
+
+    def check():
+        got = gradients_and_output(tensors, causal=causal)
+        for name, x in zip(("dq", "dk", "dv"), truth):
+            assert (got[name] - x).abs().max() < 1e-5
+
+    check()
+    right = triton_attention.backward
+    always = lambda *a, **kw: right(*a, **(kw | dict(causal=not causal)))  # noqa: E731
+    with fault(triton_attention, "backward", always):
+        check()
+
+
+@pytest.mark.interpreted
+def test_case_034_two_near_equal_sinks(fault):
+    """Scores 38 and 38.123 in fp16: dV against float64."""
+    q, k = (torch.zeros(1, 1, 24, 16, dtype=torch.float16) for _ in "qk")
+    q[..., 0] = 1.0
+    k[0, 0, 0, 0], k[0, 0, 4, 0] = 76.0, 76.246
+    v, dO = (torch.randn(1, 1, 24, 16).half() for _ in range(2))
+    truth = oracle.attention_backward(dO, q, k, v, True, 0.5)[2]
+
+    def check():
+        assert (gradients_and_output((q, k, v, dO), scale=0.5)["dv"] - truth).abs().max() < 1e-4
+
+    check()
+    coarse = parse_numerics("exact,backward_probabilities=bf16.2")
+    with fault(sys.modules[__name__], "EXACT", coarse):
+        check()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("D", (40, 96))
+def test_case_037_all_features_of_any_head_dimension_count(D, fault):
+    tensors = parity.inputs((1, 1, 1, 19, 19, D, D), kind="gaussian", dtype=torch.float32)
+    q, k, v, dO = tensors
+    truth = (
+        oracle.attention_forward(q, k, v, True, D**-0.5)[0],
+        *oracle.attention_backward(dO, q, k, v, True, D**-0.5),
+    )
+
+    def check(scale=D**-0.5):
+        got = gradients_and_output(tensors, scale=scale)
+        for name, x in zip(("out", "dq", "dk", "dv"), truth):
+            assert (got[name] - x).abs().max() < 1e-4
+
+    check()
+    with pytest.raises(AssertionError):  # the scale of the padded dimension
+        check(triton_attention.pad(D) ** -0.5)
+    with fault(triton_attention, "pad", lambda dim: min(32, pad(dim))):  # the first 32 only
+        check()
 
 
 def _hash(tensors):
@@ -137,7 +220,7 @@ def test_case_036_the_backward_repeats_bit_for_bit(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-def test_case_038_more_heads_than_an_axis_of_a_launch_holds(device, monkeypatch):
+def test_case_038_more_heads_than_an_axis_of_a_launch_holds(device, fault):
     """batch x heads = 65,538, where axes y and z end at 65,535 (8 of 5 in the interpreter)."""
     large = device == "cuda"
     B, H, limit = (10923, 6, 65_535) if large else (4, 2, 5)
@@ -158,7 +241,7 @@ def test_case_038_more_heads_than_an_axis_of_a_launch_holds(device, monkeypatch)
                 assert torch.equal(half[name], whole[name][part]), name
 
     check()
-    with fault(monkeypatch, "_programs", few_programs(limit)):
+    with fault(triton_attention, "_programs", few_programs(limit)):
         check()
 
 
@@ -276,7 +359,7 @@ def test_case_048_other_lengths_compile_nothing_anew():
         check(lambda T: dict(numerics=f"paper,output_bits={1 + T % 5}"))
 
 
-def test_case_048_the_first_call_says_that_it_compiles(capsys, monkeypatch):
+def test_case_048_the_first_call_says_that_it_compiles(capsys, fault):
     def check():
         for _ in range(3):
             triton_attention._announce()
@@ -285,7 +368,7 @@ def test_case_048_the_first_call_says_that_it_compiles(capsys, monkeypatch):
 
     triton_attention._announce.cache_clear()
     check()
-    with fault(monkeypatch, "_announce", triton_attention._announce.__wrapped__):
+    with fault(triton_attention, "_announce", triton_attention._announce.__wrapped__):
         check()
 
 

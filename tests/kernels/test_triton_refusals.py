@@ -4,11 +4,12 @@ import inspect
 import os
 import subprocess
 import sys
+from functools import lru_cache
 
 import pytest
 import torch
 
-from kernels import parse_numerics, resolve_backend
+from kernels import backends, parse_numerics, resolve_backend
 from kernels import triton_attention as backend
 from kernels.interventions import DIRECTIONS
 
@@ -56,11 +57,21 @@ def test_inputs_beyond_the_kernels_are_refused_by_name():
         backend.forward(x, x, x, numerics=n, causal=True, scale=1.0, mask=mask)
 
 
-def test_old_gpus_are_refused_with_their_capability():
-    """Case 46: compute capability 7.5 has no bf16."""
-    assert "8.0" in backend._refused_capability((7, 5)) and "7.5" in backend._refused_capability(
-        (7, 5)
-    )
+def test_case_046_old_gpus_fall_back_with_their_capability(fault, monkeypatch):
+    """Compute capability 7.5 has no bf16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(backend, "_shared_limit", lambda device: 65_536)
+
+    def check():
+        backends._resolve.cache_clear()
+        name, reason = resolve_backend("paper", "cuda", dtype=torch.bfloat16)
+        assert name == "emulated" and "8.0" in reason and "7.5" in reason
+
+    check()
+    with fault(backend, "_refused_capability", lambda capability: None):
+        check()
+    backends._resolve.cache_clear()
     assert backend._refused_capability((8, 0)) is None
 
 
@@ -72,6 +83,22 @@ def test_no_gpu_is_said():
         assert "no CUDA driver" in backend.supports(n, device="cuda", dtype=torch.bfloat16)
 
 
+def told_in_a_new_process(before, after="", runs=1):
+    """stdout and stderr of a process that asks `supports`; code runs around Triton's import."""
+    code = f"""
+import os, triton, torch
+{before}
+from kernels import triton_attention, parse_numerics
+{after}
+for _ in range({runs}):
+    why = triton_attention.supports(parse_numerics("paper"), device="cpu", dtype=torch.bfloat16)
+print(why)
+"""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
+    return done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "change, warned, why",
     [
@@ -80,43 +107,57 @@ def test_no_gpu_is_said():
     ],
 )
 def test_case_049_other_versions_of_triton_get_a_sentence(change, warned, why):
-    code = f"""
-import triton, torch
-{change}
-from kernels import triton_attention, parse_numerics
-for _ in range(2):
-    why = triton_attention.supports(parse_numerics("paper"), device="cpu", dtype=torch.bfloat16)
-print(why)
-"""
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
-    assert why in done.stdout, done.stdout + done.stderr
-    assert done.stderr.count("was not tested") == (1 if warned else 0) and warned in done.stderr
+    def check(after=""):
+        out, errors = told_in_a_new_process(change, after, runs=2)
+        assert why in out, out + errors
+        assert errors.count("was not tested") == (1 if warned else 0) and warned in errors
+
+    check()
+    if not warned:  # the reported fault: a missing name of the library reaches the user
+        with pytest.raises(AssertionError, match="AttributeError"):
+            check("triton_attention._refused_machine = lambda device: triton.knobs.runtime")
 
 
-def test_case_048_nothing_is_tuned_at_run_time():
+def test_case_048_nothing_is_tuned_at_run_time(fault):
     """No autotuner wraps a kernel, and a launch plan does not know the lengths."""
     from kernels import triton_backward, triton_forward
 
-    kernels = [getattr(triton_backward, f"{k}_kernel") for k in ("grad_keys", "grad_queries")]
-    for kernel in (triton_forward.forward_kernel, *kernels):
-        assert type(kernel).__name__ in ("JITFunction", "InterpretedFunction")
-    asked = "kernel", "key", "D", "DV", "itemsize", "limit", "scale", "extra"
-    assert tuple(inspect.signature(backend._plan.__wrapped__).parameters) == asked
-    key = parse_numerics("paper").key
-    plans = [backend._plan("forward", key, 64, 64, 2, 232_448, 0.125, False) for _ in range(2)]
-    assert plans[0] is plans[1]
+    def check():
+        names = ("grad_keys_kernel", "grad_queries_kernel", "delta_product_kernel")
+        for kernel in (
+            triton_forward.forward_kernel,
+            *(getattr(triton_backward, n) for n in names),
+        ):
+            assert type(kernel).__name__ in ("JITFunction", "InterpretedFunction")
+        asked = "kernel", "key", "D", "DV", "itemsize", "limit", "scale", "extra"
+        assert tuple(inspect.signature(backend._plan.__wrapped__).parameters) == asked
+        key = parse_numerics("paper").key
+        plans = [backend._plan("forward", key, 64, 64, 2, 232_448, 0.125, False) for _ in "ab"]
+        assert plans[0] is plans[1]
+
+    check()
+
+    class Autotuner:
+        pass
+
+    with fault(triton_forward, "forward_kernel", Autotuner()):
+        check()
+
+    @lru_cache
+    def by_length(kernel, key, Tq, D, DV, itemsize, limit, scale, extra):
+        return backend._plan.__wrapped__(kernel, key, D, DV, itemsize, limit, scale, extra)
+
+    with fault(backend, "_plan", by_length):
+        check()
 
 
-def test_interpreter_switched_on_too_late_is_detected():
-    """Case 47: TRITON_INTERPRET set after `import triton`."""
-    code = """
-import os, triton
-os.environ["TRITON_INTERPRET"] = "1"
-import torch
-from kernels import triton_attention, parse_numerics
-print(triton_attention.supports(parse_numerics("paper"), device="cpu", dtype=torch.bfloat16))
-"""
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
-    assert "set it before Python starts" in done.stdout, done.stdout + done.stderr
+def test_case_047_an_interpreter_switched_on_too_late_is_detected():
+    """TRITON_INTERPRET set after `import triton`."""
+
+    def check(after=""):
+        out, errors = told_in_a_new_process('os.environ["TRITON_INTERPRET"] = "1"', after)
+        assert "set it before Python starts" in out, out + errors
+
+    check()
+    with pytest.raises(AssertionError):
+        check("from kernels import triton_common; triton_common.interpreter_misuse = str")
