@@ -22,12 +22,12 @@ from torch import Tensor
 from kernels import backends, emulated, parity, triton_attention
 from kernels.formats import parse_format
 from kernels.numerics import PRESETS, SITE_NAMES, Numerics, Site, parse_numerics
+from kernels.parity_cases import FORMATS
 from kernels.policies import DeltaErrorKind, SoftmaxKind
 from kernels.rounding import ROUNDINGS
 
 from . import ROOT
 
-FORMATS = ("fp32", "bf16", "bf16.4", "fp16", "e4m3", "e5m2")
 NARROW = FORMATS[1:]
 BACKENDS = ("emulated", "triton", "sdpa")
 

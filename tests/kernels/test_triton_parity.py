@@ -30,14 +30,15 @@ def failures(gaps, n, case, parity_table):
     return found
 
 
-def check(text, module, shape, device, parity_table):
+def check(text, module, shape, device, parity_table, dtype=torch.bfloat16):
     n = parse_numerics(text)
     T, D = shape[3], shape[5]
     n = n if T > n.tile else n.at(tile=16)
     kind = "fine" if n.inputs.format.fraction_bits < 7 else "coarse"
-    tensors = parity.inputs(shape, kind=kind, device=device)
+    tensors = parity.inputs(shape, kind=kind, device=device, dtype=dtype)
     gaps = parity.compare(module, n, tensors, causal=True, scale=D**-0.5)
-    assert not failures(gaps, n, f"{text} T{T} D{D} causal", parity_table)
+    case = f"{text} T{T} D{D} causal" + ("" if dtype == torch.bfloat16 else f" {dtype}")
+    assert not failures(gaps, n, case.replace("torch.", ""), parity_table)
 
 
 @pytest.mark.gpu
@@ -51,6 +52,19 @@ def test_what_is_honoured_agrees_with_the_emulator(text, parity_table):
 @pytest.mark.parametrize("text", exact_cases())
 def test_what_is_honoured_agrees_in_the_interpreter(text, parity_table):
     check(text, triton_attention, (1, 1, 1, 37, 37, 16, 16), "cpu", parity_table)
+
+
+@pytest.mark.parametrize(
+    "device, shape",
+    [
+        pytest.param("cuda", (2, 3, 3, 200, 200, 64, 64), marks=pytest.mark.gpu),
+        pytest.param("cpu", (1, 1, 1, 37, 37, 16, 16), marks=pytest.mark.interpreted),
+    ],
+)
+@pytest.mark.parametrize("text", ("flash", "paper", "exact"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_wider_inputs_agree_with_the_emulator(dtype, text, device, shape, parity_table):
+    check(text, triton_attention, shape, device, parity_table, dtype)
 
 
 def law(text, module, shape, device, seeds):
