@@ -22,8 +22,7 @@ from torch import Tensor
 from kernels import backends, emulated, parity, triton_attention
 from kernels.formats import parse_format
 from kernels.numerics import PRESETS, SITE_NAMES, Numerics, Site, parse_numerics
-from kernels.parity_cases import FORMATS
-from kernels.policies import DeltaErrorKind, SoftmaxKind
+from kernels.parity_cases import FORMATS, choice_texts
 from kernels.rounding import ROUNDINGS
 
 from . import ROOT
@@ -183,27 +182,34 @@ def trial_table(
 def choices() -> dict[str, tuple[str, dict]]:
     """Choices that are no format: label -> (numerics, what else is asked)."""
     out = {f"`{name}`": (name, {}) for name in PRESETS}
-    out |= {f"`softmax={kind}`": (f"paper,softmax={kind}", {}) for kind in SoftmaxKind.__args__}
-    out["`decide=tile`, running reference"] = ("stabilized,decide=tile,reference=running", {})
-    out["`decide=row`, running reference"] = ("stabilized,reference=running", {})
-    for change in ("row_sum_source=rounded", "row_sum_floor=1e-10", "accumulate=tile",
-                   "delta_output=fp32", "delta=dP_P"):  # fmt: skip
-        out[f"`{change}`"] = (f"paper,{change}", {})
-    for kind in DeltaErrorKind.__args__:
-        out[f"`delta_error={kind}`"] = (f"paper,delta_error={kind}", {})
+    out |= {f"`{text.removeprefix('paper,')}`": (text, {}) for text in choice_texts()
+            if text.startswith("paper,") and "bits" not in text}  # fmt: skip
+    out["`row_sum_floor=1e-10`"] = ("paper,row_sum_floor=1e-10", {})
     out["`compute=fp64`"] = ("exact,compute=fp64", {})
-    out["float64 inputs"] = ("exact", {"dtype": torch.float64})
-    out["float16 inputs"] = ("flash", {"dtype": torch.float16})
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        out[f"{str(dtype).removeprefix('torch.')} inputs"] = ("exact", {"dtype": dtype})
     out["a mask"] = ("flash", {"mask": True})
     return out
 
 
-def choice_table() -> list[list[str]]:
-    """Label and, for each backend, 'yes' or 'refused'."""
-    return [
-        [label, *("refused" if refusal(b, n, **asked) else "yes" for b in BACKENDS)]
-        for label, (n, asked) in choices().items()
-    ]
+def choice_table(tested: Sequence[Numerics], dtypes: Sequence[str] = ()) -> list[list[str]]:
+    """Label; for each backend 'yes' or 'refused'; how the GPU run compared Triton, if it did.
+
+    tested, dtypes: numerics, and inputs besides bf16, of the archived GPU run. Interventions that
+    draw are looked for by their kind.
+    """
+    lines = []
+    for label, (text, asked) in choices().items():
+        answers = ["refused" if refusal(b, text, **asked) else "yes" for b in BACKENDS]
+        n = parse_numerics(text)
+        same = label.removesuffix(" inputs") in dtypes if asked else n in tested
+        drawn = [x for x in tested if x.stochastic and n.stochastic and _kind(x) == _kind(n)]
+        lines.append([label, *answers, "in ulps" if same else "in law" if drawn else "no"])
+    return lines
+
+
+def _kind(n: Numerics) -> str | None:
+    return n.delta_error.kind if n.delta_error else None
 
 
 def refusals() -> list[list[str]]:

@@ -102,6 +102,26 @@ def by_case(archive: Archive) -> list[list[str]]:
     return lines
 
 
+def law_rows(archive: Archive) -> list[dict]:
+    """The rows that compare the two backends in law: both draw, each its own random bits."""
+    return [row for row in archive.rows if row["site"] == "law"]
+
+
+def by_law(archive: Archive) -> list[list[str]]:
+    """One line per numerics: result, ratios of variances, largest rms of z, over O, dQ, dK, dV."""
+    lines = []
+    rows = law_rows(archive)
+    for text in dict.fromkeys(row["case"].split(" ")[0] for row in rows):
+        mine = [row for row in rows if row["case"].startswith(f"{text} ")]
+        spread = [row["spread"] for row in mine]
+        worst = max(row["rms_z"] for row in mine)
+        result = "ok" if all(row["result"] == "ok" for row in mine) else "FAILED"
+        lines.append(
+            [f"`{text}`", result, f"{min(spread):.2f} to {max(spread):.2f}", f"{worst:.2f}"]
+        )
+    return lines
+
+
 def told(archive: Archive) -> str:
     """Where, when, with what: one sentence or two."""
     p = archive.provenance
@@ -117,7 +137,7 @@ def other_rows(archive: Archive) -> list[list[str]]:
     """What the run measured besides: errors against float64, rounding functions, crafted bias."""
     lines = []
     for row in archive.rows:
-        if "max_ulp" not in row:
+        if "max_ulp" not in row and row["site"] != "law":
             numbers = {k: v for k, v in row.items() if k not in ("site", "case", "result")}
             told = ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in numbers.items())
             lines.append([row["site"], row["case"], row["result"], told])
@@ -129,9 +149,15 @@ def _number(value: float) -> str:
 
 
 def compared_numerics(archive: Archive) -> list[Numerics]:
-    """The distinct numerics of the parity cases; a case's name starts with their text."""
-    texts = dict.fromkeys(row["case"].split(" ")[0] for row in parity_rows(archive))
-    return [parse_numerics(text) for text in texts]
+    """The distinct numerics compared in ulps or in law; a case's name starts with their text."""
+    rows = (*parity_rows(archive), *law_rows(archive))
+    return [parse_numerics(text) for text in dict.fromkeys(r["case"].split(" ")[0] for r in rows)]
+
+
+def compared_dtypes(archive: Archive) -> list[str]:
+    """Dtypes of inputs, besides bf16, in the parity cases; they end the case's name."""
+    last = (row["case"].split(" ")[-1] for row in parity_rows(archive))
+    return sorted({word for word in last if word.startswith("float")})
 
 
 # -- the time of the kernel tests -----------------------------------------------------------------

@@ -67,8 +67,16 @@ def test_tables_have_a_line_for_everything():
     assert [line[0] for line in table] == [f"`{s}`" for s in SITE_NAMES]
     assert [line[0] for line in backend_support.site_table()] == [f"`{s}`" for s in SITE_NAMES]
     assert table[1][2] == "0.0001" and table[0][2] == "not honoured" and "bf16.4" in table[1][3]
-    told = dict((label, rest) for label, *rest in backend_support.choice_table())
-    assert told["`authors`"] == ["yes", "refused", "refused"]
+    told = dict((label, rest) for label, *rest in backend_support.choice_table(tested))
+    assert told["`authors`"] == ["yes", "refused", "refused", "no"]
+    assert told["`delta_error=mirror`"] == ["yes", "yes", "refused", "in ulps"]
+    assert told["`delta_error=fixed_direction`"] == ["yes", "refused", "refused", "no"]
+    drawn = parse_numerics("exact,output=bf16.4,delta_error=shuffled")
+    told = dict((x, rest) for x, *rest in backend_support.choice_table([drawn], ["float16"]))
+    assert told["float16 inputs"] == ["yes", "yes", "yes", "in ulps"]
+    assert told["float64 inputs"] == ["refused", "refused", "yes", "no"]
+    assert told["`delta_error=shuffled`"][-1] == "in law"
+    assert told["`delta_error=mirror`"][-1] == told["`delta_error=injected`"][-1] == "no"
     sentences = backend_support.refusals()
     assert len({why for _, why in sentences}) == len(sentences) > 10
 
@@ -143,11 +151,15 @@ RAW = {
     "rows": [
         dict(site="out", case="paper T9", result="ok", max_ulp=1.0, mismatched=0.1234567,
              signed_mean_ulp=-0.5),
-        dict(site="out", case="flash,tile=64 T9", result="FAILED", max_ulp=3.0, mismatched=0.0,
-             signed_mean_ulp=0.25),
+        dict(site="out", case="flash,tile=64 T9 float16", result="FAILED", max_ulp=3.0,
+             mismatched=0.0, signed_mean_ulp=0.25),
         dict(site="ties", case="paper T9", result="ok", max_ulp=0.0, mismatched=0.0,
              signed_mean_ulp=0.0),
         dict(site="bias", case="tied", result="ok", triton=0.1, emulated=0.1),
+        dict(site="law", case="paper,scores=bf16.4:stochastic out, 8 seeds", result="ok",
+             spread=0.9, rms_z=1.01),
+        dict(site="law", case="paper,scores=bf16.4:stochastic dq, 8 seeds", result="FAILED",
+             spread=2.0, rms_z=0.9),
     ],
 }  # fmt: skip
 TOLD = dict(driver="5", commit="abc", date="2026-01-02", duration_s=9.0, passed=3, failed=1)
@@ -157,11 +169,15 @@ def test_a_parity_archive_keeps_every_row_and_says_where_from(tmp_path):
     path = parity_archive.save(parity_archive.compact(RAW, **TOLD), "parity", tmp_path)
     assert path.name == "nvidia-x1-2026-01-02.json"
     kept = latest("parity", folder=tmp_path)
-    assert len(kept.rows) == 4 and kept.rows[0]["mismatched"] == 0.1235
+    assert len(kept.rows) == 6 and kept.rows[0]["mismatched"] == 0.1235
     assert parity_archive.summary(kept)[0] == ["`out`", 2, 1, "3", "12.350%", "-0.5 to +0.25"]
-    assert parity_archive.by_case(kept)[1] == ["`flash,tile=64 T9`", "3", "0.000%"]
+    assert parity_archive.by_case(kept)[1] == ["`flash,tile=64 T9 float16`", "3", "0.000%"]
     assert parity_archive.other_rows(kept) == [["bias", "tied", "ok", "triton 0.1, emulated 0.1"]]
-    assert [str(n.tile) for n in parity_archive.compared_numerics(kept)] == ["128", "64"]
+    law = "paper,scores=bf16.4:stochastic"
+    assert parity_archive.by_law(kept) == [[f"`{law}`", "FAILED", "0.90 to 2.00", "1.01"]]
+    compared = [str(n) for n in parity_archive.compared_numerics(kept)]
+    assert parity_archive.compared_dtypes(kept) == ["float16"]
+    assert compared == ["paper", "flash,tile=64", law]
     assert "NVIDIA X1, driver 5, torch 2" in parity_archive.told(kept)
     assert "3 tests passed and 1 failed in 9 s." in parity_archive.told(kept)
 
