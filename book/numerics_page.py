@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import emulated, oracle, parity
+from kernels import FP32, emulated, oracle, parity
 from kernels.forensics import SignedMean, bias_law, signed_mean
 from kernels.numerics import PRESETS, Numerics, parse_numerics
 from kernels.rounding import round_to, ulp
@@ -158,6 +158,58 @@ def biases_in_words(biases: Sequence[Bias]) -> str:
     return "Intervals: " + "; ".join(
         f"{b.kind} rows under {b.numerics} {b.measured.mean:+.3f}" for b in biases
     )
+
+
+# -- a weight next to a tie -----------------------------------------------------------------------
+
+
+class NearTie(NamedTuple):
+    """The P_bar closest to half-way between two numbers of its format.
+
+    place: batch, head, query, key. distance: to the tie, relative to P_bar. moved: by how many
+    fp32 ulps O in fp32 changes, at its worst feature, if P_bar is rounded to the other side.
+    """
+
+    place: tuple[int, ...]
+    distance: float
+    moved: float
+
+
+def nearest_tie(text: str, T: int = 200, D: int = 64) -> NearTie:
+    """Of the inputs of the GPU parity case with these numerics (row reference, causal)."""
+    n = parse_numerics(text)
+    kind = "fine" if n.inputs.format.fraction_bits < 7 else "coarse"
+    q, k, v, _ = parity.inputs((2, 3, 3, T, T, D, D), kind=kind)
+    choices = dict(numerics=n, causal=True, scale=D**-0.5, probe=True)
+    result = emulated.forward(q, k, v, **choices)
+    q, k, v = (round_to(x.float(), n.inputs.format).double() for x in (q, k, v))
+    S = round_to(q @ k.mT * D**-0.5, n.scores.format)
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    P = (S - result.m.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
+    step = ulp(P, n.probabilities.format)
+    distance = ((P / step % 1 - 0.5).abs() * step / P).nan_to_num(1.0)
+    place = torch.unravel_index(distance.argmin(), P.shape)
+    batch, head, row, key = (int(i) for i in place)
+    O = result.out_fp32.double()
+    turned = O.clone()
+    turned[batch, head, row] += step[place] * v[batch, head, key] / result.l[batch, head, row]
+    moved = parity.gap("out_fp32", turned, O, FP32).max_ulp
+    return NearTie((batch, head, row, key), distance.min().item(), moved)
+
+
+def failures_told(rows: Sequence[dict]) -> str:
+    """Each failed row of a parity run, beside what one turned P_bar would do, computed now."""
+    told = []
+    for row in (row for row in rows if row["result"] != "ok"):
+        case = row["case"].split(" ")[0]
+        found = nearest_tie(case)
+        told.append(
+            f"Failed: `{row['site']}` of `{case}`, by {row['max_ulp']:,.0f} ulps of fp32. "
+            f"Computed here: among all $\\bar P$ of that case one lies {found.distance:.1g} of "
+            "itself from a tie, nearer than fp32 can tell; rounded to the other side it moves $O$ "
+            f"by {found.moved:,.0f} ulps."
+        )
+    return "\n\n".join(told) or "No comparison failed."
 
 
 # -- what the compiler makes of it ----------------------------------------------------------------

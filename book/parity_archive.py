@@ -92,10 +92,10 @@ def summary(archive: Archive) -> list[list[object]]:
 
 
 def by_case(archive: Archive) -> list[list[str]]:
-    """One line per case: the worst of O and the gradients."""
+    """One line per case: the worst of O and the gradients. In alphabetical order."""
     lines = []
     rows = [r for r in parity_rows(archive) if r["site"] in STORED]
-    for case in dict.fromkeys(row["case"] for row in rows):
+    for case in sorted({row["case"] for row in rows}):
         mine = [row for row in rows if row["case"] == case]
         differ = max(row["mismatched"] for row in mine)
         lines.append([f"`{case}`", f"{max(r['max_ulp'] for r in mine):g}", f"{differ:.3%}"])
@@ -111,7 +111,7 @@ def by_law(archive: Archive) -> list[list[str]]:
     """One line per numerics: result, ratios of variances, largest rms of z, over O, dQ, dK, dV."""
     lines = []
     rows = law_rows(archive)
-    for text in dict.fromkeys(row["case"].split(" ")[0] for row in rows):
+    for text in sorted({row["case"].split(" ")[0] for row in rows}):
         mine = [row for row in rows if row["case"].startswith(f"{text} ")]
         spread = [row["spread"] for row in mine]
         worst = max(row["rms_z"] for row in mine)
@@ -128,15 +128,15 @@ def told(archive: Archive) -> str:
     note = f" ({p['note']})" if p.get("note") else ""
     return (
         f"Archived: {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, "
-        f"{p['date']}, code {p['commit']}. {p['passed']} tests passed and {p['failed']} failed in "
-        f"{p['duration_s']:.0f} s{note}."
+        f"{p['date']}, code {p['commit'][:12]}. "
+        f"{p['passed']} tests passed and {p['failed']} failed in {p['duration_s']:.0f} s{note}."
     )
 
 
 def other_rows(archive: Archive) -> list[list[str]]:
     """What the run measured besides: errors against float64, rounding functions, crafted bias."""
     lines = []
-    for row in archive.rows:
+    for row in sorted(archive.rows, key=lambda row: (row["site"], row["case"])):
         if "max_ulp" not in row and row["site"] != "law":
             numbers = {k: v for k, v in row.items() if k not in ("site", "case", "result")}
             told = ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in numbers.items())

@@ -30,6 +30,7 @@ def check(gaps, parity_table, case):
             "ok" if ok else "FAILED",
             max_ulp=g.max_ulp,
             mismatched=g.mismatched,
+            far=g.far,
             signed_mean_ulp=g.signed_mean_ulp,
         )
         if not ok:

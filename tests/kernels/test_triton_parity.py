@@ -22,7 +22,7 @@ def failures(gaps, n, case, parity_table):
     found = []
     for g in gaps:
         ok = parity.limits(g.quantity, n).hold(g)
-        numbers = dict(max_ulp=g.max_ulp, mismatched=g.mismatched)
+        numbers = dict(max_ulp=g.max_ulp, mismatched=g.mismatched, far=g.far)
         result = "ok" if ok else "FAILED"
         parity_table(g.quantity, case, result, **numbers, signed_mean_ulp=g.signed_mean_ulp)
         if not ok:
@@ -112,6 +112,29 @@ def test_a_backend_that_ignores_a_site_fails_its_parity_case(text):
     check(text, emulated, shape, "cpu", unwritten)
     with pytest.raises(AssertionError):
         check(text, deaf(site), shape, "cpu", unwritten)
+
+
+@pytest.mark.parametrize("text", ["paper", "paper,gradients=fp32", "paper,output=fp32", "exact"])
+def test_an_fp32_number_that_was_rounded_on_its_way_fails(text):
+    """The probe's O, and gradients and O where they are to be stored in fp32."""
+
+    def coarse(function):
+        def rounded(*args, numerics, **rest):
+            found = function(*args, numerics=numerics, **rest)
+            if isinstance(found, tuple):
+                return tuple(x.bfloat16().float() for x in found)
+            found.out_fp32 = found.out_fp32.bfloat16().float()
+            return found
+
+        return rounded
+
+    module = SimpleNamespace(forward=coarse(emulated.forward), backward=coarse(emulated.backward))
+    n = parse_numerics(text)
+    tensors = parity.inputs((1, 2, 2, 37, 37, 16, 16))
+    gaps = parity.compare(module, n, tensors, scale=1 / 4)
+    seen = {g.quantity for g in gaps if not parity.limits(g.quantity, n).hold(g)}
+    gradients = {"dq", "dk", "dv"} if text in ("exact", "paper,gradients=fp32") else set()
+    assert seen == {"out_fp32"} | gradients
 
 
 @pytest.mark.parametrize("mode", ["nearest_even", "toward_zero"])
