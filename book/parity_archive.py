@@ -72,15 +72,19 @@ def parity_rows(archive: Archive) -> list[dict]:
 
 
 def summary(archive: Archive) -> list[list[object]]:
-    """One line per quantity: cases, failed, worst ulp, worst mismatch rate, signed mean range."""
+    """One line per quantity: cases, failed, worst ulp, worst mismatch rate, signed mean range.
+
+    O and gradients that their numerics store in fp32 have lines of their own.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row in parity_rows(archive):
+        groups.setdefault(_label(row), []).append(row)
     lines = []
-    rows = parity_rows(archive)
-    for site in dict.fromkeys(row["site"] for row in rows):
-        mine = [row for row in rows if row["site"] == site]
+    for label, mine in sorted(groups.items(), key=lambda x: "in fp32" in x[0]):
         means = [row["signed_mean_ulp"] for row in mine]
         lines.append(
             [
-                f"`{site}`",
+                label,
                 len(mine),
                 sum(row["result"] != "ok" for row in mine),
                 f"{max(row['max_ulp'] for row in mine):g}",
@@ -89,6 +93,14 @@ def summary(archive: Archive) -> list[list[object]]:
             ]
         )
     return lines
+
+
+def _label(row: Mapping) -> str:
+    """`out`, or `out` in fp32 where that is what the case's numerics ask for."""
+    site, n = row["site"], parse_numerics(row["case"].split(" ")[0])
+    stored = {"out": n.output, "delta_output": n.delta_output}.get(site, n.gradients)
+    wide = site in (*STORED, "delta_output") and (not stored or stored.format.fraction_bits >= 23)
+    return f"`{site}` in fp32" if wide else f"`{site}`"
 
 
 def by_case(archive: Archive) -> list[list[str]]:

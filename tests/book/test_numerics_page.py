@@ -172,6 +172,10 @@ def test_a_parity_archive_keeps_every_row_and_says_where_from(tmp_path):
     kept = latest("parity", folder=tmp_path)
     assert len(kept.rows) == 6 and kept.rows[0]["mismatched"] == 0.1235
     assert parity_archive.summary(kept)[0] == ["`out`", 2, 1, "3", "12.350%", "-0.5 to +0.25"]
+    wide = dict(RAW, rows=[dict(RAW["rows"][0], case="paper,output=fp32 T9"), RAW["rows"][0]])
+    path = parity_archive.save(parity_archive.compact(wide, **TOLD), "wide", tmp_path)
+    lines = parity_archive.summary(latest("wide", folder=tmp_path))
+    assert [line[0] for line in lines] == ["`out`", "`out` in fp32"]
     assert parity_archive.by_case(kept)[0] == ["`flash,tile=64 T9 float16`", "3", "0.000%"]
     assert parity_archive.other_rows(kept) == [["bias", "tied", "ok", "triton 0.1, emulated 0.1"]]
     law = "paper,scores=bf16.4:stochastic"
