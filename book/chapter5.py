@@ -187,7 +187,12 @@ def _sound_steps(row: Mapping) -> set[int]:
 
 
 def loss_table(found: Sequence[tuple[str, int, SignedMean]]) -> Markdown:
-    lines = [[label, f"{step:,}", f"{d.mean:+.4f}", _interval(d), d.n] for label, step, d in found]
+    lines = [
+        [label, f"{step:,}", f"{d.mean:+.3f}", _interval(d), d.n]
+        if step
+        else [label, "none", "broke before the first evaluation", "-", d.n]
+        for label, step, d in found
+    ]
     header = ["arm", "step", "held-out loss minus fp32's (nats)", "95 % interval", "seeds"]
     return markdown_table(header, lines)
 
@@ -196,7 +201,7 @@ def _interval(d: SignedMean) -> str:
     if d.n < 2:
         return "one seed"
     half = half_width(d)
-    return f"{d.mean - half:+.4f} to {d.mean + half:+.4f}"
+    return f"{d.mean - half:+.3f} to {d.mean + half:+.3f}"
 
 
 # -- words ----------------------------------------------------------------------------------------

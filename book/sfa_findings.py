@@ -89,30 +89,61 @@ def site_table(sweep: Archive) -> Markdown:
 
 
 def site_findings(sweep: Archive) -> list[str]:
-    """In words: which single changes saved all runs of a softmax that fails, and which none.
+    """In words: which single changes saved the runs of a softmax that fails, and which did not.
 
-    Saved: neither failure nor onset.
+    Only seeds count in which the softmax itself failed. Saved: neither failure nor onset.
     """
     told = []
     for base, changes in ONE_CHANGE.items():
         plain = sweep.arm(base)
-        if not plain or not _failed(plain):
+        seeds = {row["seed"] for row in plain if row["kind"] in FAILED}
+        found = [[row for row in sweep.arm(name) if row["seed"] in seeds] for name in changes]
+        found = [rows for rows in found if rows]
+        if not found:
             continue
-        found = {name: sweep.arm(name) for name in changes if sweep.arm(name)}
-        saved = [rows for rows in found.values() if all(r["kind"] in SOUND for r in rows)]
-        lost = [rows for rows in found.values() if _failed(rows) == len(rows)]
-        others = [rows for rows in found.values() if rows not in saved and rows not in lost]
-        least = min(len(rows) for rows in (plain, *found.values()))
-        standing = "A verdict" if least >= VERDICT_RUNS else f"Observed, {least} run(s) an arm"
+        saved = [rows for rows in found if all(r["kind"] in SOUND for r in rows)]
+        lost = [rows for rows in found if _failed(rows) == len(rows)]
         groups = (
-            ("Every run was saved by", saved),
-            ("No run was saved by", lost),
-            ("Some failed, or showed an onset without failing, under", others),
+            ("saved by", saved),
+            ("not saved by", lost),
+            ("some failed, or showed an onset without failing, under", [
+                rows for rows in found if rows not in saved and rows not in lost
+            ]),
+        )  # fmt: skip
+        words = "; ".join(f"{text} {_labels(arms)}" for text, arms in groups if arms)
+        standing = _standing(found)
+        told.append(
+            f"{capital(plain[0]['label'])} failed in {len(seeds)} of {len(plain)} runs. The same "
+            f"seeds were {words} ({standing})."
         )
-        words = [f"{text}: {_labels(arms)}." for text, arms in groups if arms]
-        head = f"{capital(plain[0]['label'])} failed in {_failed(plain)} of {len(plain)} runs."
-        told.append(" ".join([head, *words, f"({standing}.)"]))
-    return told
+    return told + _weights_and_sum(sweep)
+
+
+def _weights_and_sum(sweep: Archive) -> list[str]:
+    """What is left of guarded SFA's failure if no rounding of O takes part in it."""
+    about_o = [
+        rows
+        for rows in map(sweep.arm, ONE_CHANGE["guarded"])
+        if rows and rows[0]["arm"] != "guarded_rounded"
+    ]
+    summed = sweep.arm("guarded_rounded")
+    if not about_o or not summed or _failed(summed):
+        return []
+    if any(_failed(rows) < len(rows) for rows in about_o):
+        return []
+    onsets = sum(row["kind"] == "onset" for row in summed)
+    standing = _standing([*about_o, summed])
+    return [
+        "So under guarded SFA no rounding of O is needed for the failure: it goes on with either "
+        "of them in fp32, and with δ from an O that has neither. Only where the row sum is of the "
+        f"rounded weights did no run fail ({onsets} of {len(summed)} showed an onset). This "
+        f"points to P̄ against its row sum, an error that an fp32 O has as well ({standing})."
+    ]
+
+
+def _standing(arms: Sequence[Sequence[Mapping]]) -> str:
+    least = min(map(len, arms))
+    return "a verdict" if least >= VERDICT_RUNS else f"observed, {least} run(s) an arm"
 
 
 def _failed(rows: Sequence[Mapping]) -> int:
@@ -120,7 +151,7 @@ def _failed(rows: Sequence[Mapping]) -> int:
 
 
 def _labels(arms: Sequence[Sequence[Mapping]]) -> str:
-    return "; ".join(rows[0]["label"] for rows in arms)
+    return ", ".join(f"\u201c{rows[0]['label']}\u201d" for rows in arms)
 
 
 # Arm of the sweep, the switch, what it costs ("" is SFA's price), and what it is meant against.
@@ -177,9 +208,10 @@ def switch_table(sweep: Archive | None, price: str) -> Markdown:
 
 # What the paper's account implies, and the arms of the sweep that would not fail if it were all.
 CLAIMS = {
-    "The one-sided rounding of Ō is the cause: without it nothing fails.": (
-        "low_unnormalized_fp32",
+    "What SFA leaves of the error is that of O: with δ from an fp32 O nothing fails.": (
+        "guarded_delta_fp32",
         "guarded_unnormalized_fp32",
+        "guarded_output_fp32",
     ),
     "The bias is the cause: unbiased rounding would not fail.": (
         "stochastic_unnormalized",

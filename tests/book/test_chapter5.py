@@ -11,6 +11,7 @@ from book.chapter5 import (
     accepted,
     fp32_runs,
     loss_differences,
+    loss_table,
     price_table,
     regime_table,
     settings_table,
@@ -252,6 +253,8 @@ def test_losses_are_compared_at_a_step_where_all_are_sound():
     (a, step, d), (_, early, _) = loss_differences(rows, reference)
     assert a == "a" and step == 100 and early == 0
     assert d.mean == pytest.approx(0.15) and d.n == 2
+    table = loss_table(loss_differences(rows, reference)).data
+    assert "| a | 100 | +0.150 |" in table and "| b | none | broke before" in table
 
 
 def test_words_tell_nonfinite_from_diverged():
@@ -268,17 +271,28 @@ def an_archive(rows, tmp_path, name="sfa-sweep", corpus="a"):
 
 def test_single_changes_are_told_with_their_standing(tmp_path):
     rows = [a_row("low", "diverged", 190, seed=s, label="plain softmax") for s in (0, 1)]
+    rows += [a_row("low", seed=2), a_row("low_output_fp32", seed=2, label="O")]  # no test
     rows += [a_row("delta_fp32", seed=s, label="delta") for s in (0, 1)]
     rows += [a_row("low_output_fp32", "diverged", 90, seed=s, label="O") for s in (0, 1)]
     rows += [a_row("stochastic_both", "onset", seed=s, label="both") for s in (0, 1)]
     rows = [row | {"onset_step": 50} for row in rows]
     sweep = an_archive(rows, tmp_path)
     (told,) = site_findings(sweep)
-    assert "Plain softmax failed in 2 of 2" in told and "Observed, 2 run(s) an arm" in told
-    assert "saved by: delta. No run was saved by: O. Some" in told and "under: both. (" in told
-    assert "| ... O | 2 of 2 | diverged at 90; diverged at 90 |" in site_table(sweep).data
+    assert "Plain softmax failed in 2 of 3" in told and "observed, 2 run(s) an arm" in told
+    assert "saved by “delta”; not saved by “O”; some" in told and "under “both” (" in told
+    assert "| ... O | 2 of 3 |" in site_table(sweep).data
     arms = {name for names in ONE_CHANGE.values() for name in names}
     assert (arms | set(ONE_CHANGE)) <= set(SFA_SWEEP.arm_names)
+
+
+def test_the_row_sum_is_named_only_where_no_rounding_of_o_is_needed(tmp_path):
+    names = ("guarded", *ONE_CHANGE["guarded"])
+    rows = [a_row(name, "diverged", 190) for name in names if name != "guarded_rounded"]
+    rows.append(a_row("guarded_rounded", "onset") | {"onset_step": 50})
+    told = site_findings(an_archive(rows, tmp_path))
+    assert len(told) == 2 and "1 of 1 showed an onset" in told[1]
+    rows[-2] = a_row(rows[-2]["arm"])
+    assert len(site_findings(an_archive(rows, tmp_path))) == 1
 
 
 def test_statements_are_contradicted_only_by_runs_that_failed(tmp_path):
