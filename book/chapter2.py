@@ -24,6 +24,13 @@ from .records import head_curves, judge
 from .tables import markdown_table
 from .verdicts import first_sign
 
+STATES = {  # of a search, in words
+    "minimal": "none can go",
+    "needless": "the run lived without any",
+    "unstable": "not even all help",
+    "budget": "stopped; may be smaller",
+}
+
 
 def no_archive(name: str) -> Markdown:
     """What stands in the place of a figure whose archive is not there."""
@@ -170,8 +177,8 @@ def search_table(kept: Archive) -> Markdown:
         trace = Trace.from_dict(row["trace"])
         found = ", ".join(f"`{u}`" for u in trace.result or ()) or "nothing"
         lines.append([row["seed"], f"{row['at']:,}", f"{row['until']:,}", len(trace.questions)])
-        lines[-1] += [trace.state, found]
-    header = ["seed", "forked at", "alive at", "questions", "state", "smallest set found"]
+        lines[-1] += [STATES.get(trace.state, trace.state), found]
+    header = ["seed", "forked at", "alive at", "questions", "end", "smallest set in fp32"]
     return markdown_table(header, lines)
 
 
@@ -217,4 +224,28 @@ def grew_words(rows: Sequence[Mapping]) -> str:
         f"layer {layer} in {count} of {len(rows)} runs"
         for layer, count in enumerate(counts)
         if count
+    )
+
+
+def lead_words(rows: Sequence[Mapping], names: Sequence[str], before: int) -> str:
+    """How well the best metric tells, before any sign, the layer that grew most; two layers only.
+
+    Either way round: always the larger value, or always the smaller. Beside it what coins do.
+    """
+    grew = np.array([worst_layer(row) for row in rows])
+    hits = {}
+    for name in names:
+        last = layer_means(rows, name, before)[1][:, -1, :]
+        if last.shape[1] != 2:
+            return ""
+        agreed = int((np.nanargmax(last, axis=1) == grew).sum())
+        hits[name] = max(agreed, len(rows) - agreed)
+    best, n = max(hits.values()), len(rows)
+    coin = min(1.0, 2 * sum(math.comb(n, k) for k in range(best, n + 1)) / 2**n)
+    chance = 1 - (1 - coin) ** len(names)
+    leaders = ", ".join(f"`{name}`" for name, count in hits.items() if count == best)
+    return (
+        f"Best at telling beforehand which layer would grow most: {leaders}, right in {best} of "
+        f"{n} runs, one way round or the other. Of {len(names)} coins one would do as well with "
+        f"a probability of {chance:.0%}."
     )

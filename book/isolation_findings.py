@@ -88,6 +88,77 @@ def _word(failed: bool) -> str:
     return "fails" if failed else "stable"
 
 
+def account(experiment: Experiment, rows: Sequence[Mapping]) -> Markdown:
+    """What the forks leave of the paper's chain of evidence, link by link, in words."""
+    arms = by_arm(tested(rows, experiment.parent))
+    if not arms:
+        return Markdown("*No failing run failed here, so its forks are no test.*")
+    links = {
+        "Tiling": _tiling(arms),
+        "The layer": _layer(arms),
+        "δ": _remedies(arms),
+        "Ō or O": _outputs(arms),
+        "Heads": ""
+        if has_heads(experiment)
+        else "So small a model has too few of them for a verdict; the table above has the arms.",
+    }
+    told = [f"- **{name}.** {words}" for name, words in links.items() if words]
+    runs = standing(min(len(mine) for mine in arms.values()))
+    return Markdown("\n".join([f"- Standing: {runs}.", *told]))
+
+
+def _tiling(arms: Mapping[str, Sequence[Mapping]]) -> str:
+    tiles = [arms[n] for n in ("same", "tile_16", "tile_64", "tile_each") if n in arms]
+    if not tiles:
+        return ""
+    ended = "; ".join(f"{mine[0]['label']} {counted(mine)}" for mine in tiles)
+    blame = "not to blame, as in the paper" if all(map(failures, tiles)) else "not cleared here"
+    return f"It is {blame}: {ended} (*no change* has no tiles)."
+
+
+def _layer(arms: Mapping[str, Sequence[Mapping]]) -> str:
+    """Of the last layer against the first, where there are two."""
+    if not {"only_L0", "only_L1"} <= set(arms) or "only_L2" in arms:
+        return ""
+    first, second = arms["only_L0"], arms["only_L1"]
+    told = (
+        f"Low precision in layer 1 alone: {counted(second)}; in layer 0 alone: {counted(first)}."
+    )
+    if failures(second) == len(second) and not failures(first):
+        late = ", though layer 0 alone does not stay quiet" if onsets(first) else ""
+        return f"{told} So layer 1 is enough, and needed, as the paper's second layer is{late}."
+    return f"{told} So neither layer alone carries it as the paper's second layer does."
+
+
+def _remedies(arms: Mapping[str, Sequence[Mapping]]) -> str:
+    names = ("delta_dP_P", "delta_fp32", "forward_fp32")
+    mine = [arms[n] for n in names if n in arms]
+    if not mine:
+        return ""
+    ended = "; ".join(f"{rows[0]['label']} {counted(rows)}" for rows in mine)
+    sound = not any(failures(rows) + onsets(rows) for rows in mine)
+    word = "All of the paper's remedies hold" if sound else "Not all of the paper's remedies hold"
+    return f"{word}: {ended}."
+
+
+def _outputs(arms: Mapping[str, Sequence[Mapping]]) -> str:
+    """Which of the two roundings between P V and delta it takes."""
+    names = ("site_unnormalized", "site_output", "forward_fp32")
+    if any(name not in arms for name in names):
+        return ""
+    alone, stored, both = (arms[name] for name in names)
+    told = f"In fp32, Ō alone: {counted(alone)}; the stored O alone: {counted(stored)}; both: "
+    told += f"{counted(both)}."
+    if failures(alone) and not failures(both):
+        told += (
+            " The paper names Ō. Here O's own rounding is enough to spoil δ, so that a finer Ō "
+            "does not save the run"
+        )
+        fewer = failures(stored) < failures(alone)
+        told += ", and a finer O saves more of them." if fewer else "."
+    return told
+
+
 # -- what you saw ---------------------------------------------------------------------------------
 
 

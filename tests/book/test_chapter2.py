@@ -225,6 +225,29 @@ def test_seeds_whose_failing_run_lived_are_named_and_not_counted():
     assert "nothing can be compared with the paper" in said
 
 
+def test_the_account_says_link_by_link_what_is_left_of_the_chain():
+    told = findings.account(LIVE, table()).data
+    assert "Standing: verdict." in told
+    assert "It is not cleared here: no change 5 of 5 failed; key tiles of 16 5 of 5" in told
+    assert "So layer 1 is enough, and needed, as the paper's second layer is." in told
+    assert "All of the paper's remedies hold" in told and "too few of them" in told
+    assert "Ō alone: 0 of 5 failed; the stored O alone: 5 of 5 failed" in told
+    fails = FAILS | {"tile_64": 900, "tile_each": 900, "site_unnormalized": 900, "only_L0": 900}
+    fails |= {"delta_fp32": 900} | {"site_output": None}
+    rows = [row(a, s, fails.get(a)) for s in (0, 1) for a in LIVE.arm_names]
+    told = findings.account(LIVE, rows).data
+    assert "observed, 2 run(s)" in told and "It is not to blame, as in the paper" in told
+    assert "neither layer alone carries it" in told and "Not all of the paper's remedies" in told
+    assert "The paper names Ō" in told and "a finer O saves more of them" in told
+    assert "no test" in findings.account(LIVE, [row("low")]).data
+
+
+def test_the_best_metric_is_held_against_as_many_coins():
+    failing = [row("low", s, 2_000) for s in range(5)]
+    told = chapter2.lead_words(failing, ["spectral_norm_q"], 800)
+    assert "`spectral_norm_q`, right in 5 of 5 runs" in told and "probability of 6%" in told
+
+
 def test_searches_are_counted_by_unit():
     units = ["a@L0", "b@L0", "a@L1", "b@L1"]
     traces = [
