@@ -45,7 +45,7 @@ def intervention_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markd
     lines = []
     for name, mine in by_arm(rows).items():
         steps = failed_steps(mine)
-        told = ", ".join(f"{s:,}" for s in steps) if steps else "none"
+        told = " to ".join(f"{s:,}" for s in sorted({steps[0], steps[-1]})) if steps else "none"
         lines.append(
             [
                 experiment.arm(name).group,

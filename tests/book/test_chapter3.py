@@ -275,7 +275,7 @@ def test_answers_say_what_outcomes_show_and_no_more():
     assert "chance can do that (p = 0.17)" in told[1]
     assert "decide nothing" in error_findings.verdicts([record("low", 0)])[0]
     table = error_findings.intervention_table(errors(), rows).data
-    assert "2,000, 2,001" in table and "0 of 5" in table
+    assert "2,000 to 2,004" in table and "0 of 5" in table
 
 
 @pytest.mark.parametrize(
