@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from kernels.triton_compile import Compiled
 
-from .captions import DASHES, PALETTE, styled, subplots
+from .captions import DASHES, INK, PALETTE, styled, subplots
 from .evidence import Archive
 from .tables import markdown_table
 
@@ -96,7 +96,7 @@ def rate_figure(rows: Sequence[Mapping], head_dim: int, most: float) -> Figure:
             points = [(length, of[name]) for length, of in shapes.items() if name in of]
             if points:
                 axis.plot(*zip(*points), marker="o", color=color, linestyle=dash, label=name)
-        axis.axhline(most, linewidth=0.8)
+        axis.axhline(most, color=INK, linestyle="-", linewidth=0.8)
         axis.set(title=direction, ylabel="TFLOP/s", ylim=(0, None), xscale="log")
         axis.set_xticks(list(shapes), [f"{length:,}" for length in shapes])
         axis.minorticks_off()
