@@ -85,7 +85,7 @@ def costs_nothing(
 ) -> Finding:
     """Claimed: `arm` ends with the held-out loss of `against`, up to `most` nats, by seed.
 
-    supported: the interval of the mean difference (two standard errors) lies below `most`;
+    supported: the 95 % interval of the mean difference lies below `most`;
     not supported: above it; partly: `most` lies inside.
     """
     archive = evidence.archive(experiment)

@@ -8,7 +8,8 @@ supported            at least `VERDICT_RUNS` runs in each arm, and the outcome i
 partly               as many runs; the outcome goes the claimed way, but not far enough, not in
                      every setting, or with signs of the trouble that should be absent.
 not supported here   as many runs; the outcome is another one. "Here" is meant: in our settings.
-observed             fewer runs in some arm. The effect says which way they point.
+observed             fewer runs in some arm: the effect says which way they point. Or runs that
+                     cannot decide however many they are: the effect says why.
 not tested           no run that could decide is archived; the claim names the command.
 
 What is computed rather than run (arithmetic, identities) has no runs and no seeds: it is supported
@@ -108,11 +109,10 @@ def standing(
 ) -> Finding:
     """A finding from runs: with too few of them the verdict becomes its direction, observed.
 
-    unfit: why these runs cannot have a verdict however many there are.
+    unfit: why these runs cannot have a verdict however many there are; said in its place.
     """
     few = runs < VERDICT_RUNS or unfit
-    points = POINTS[verdict] if few else ""
-    effect = Effect(words, where, beside, f"{unfit}, {points}" if unfit else points)
+    effect = Effect(words, where, beside, unfit or (POINTS[verdict] if few else ""))
     return Finding(OBSERVED if few else verdict, (effect,), runs, **more)
 
 

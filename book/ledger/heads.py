@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gpt2.outcomes import KINDS
+
+from ..drift import drift
 from ..isolation_figures import FAILED, head_values
 from ..verdicts import CHANCE
 from .findings import (
@@ -28,15 +31,19 @@ from .findings import (
 from .shares import Z95, mean_interval, wilson
 
 
-def failed_with(
-    evidence: Evidence, experiments: Sequence[str], arm: str, metric: str
+def keeping(
+    evidence: Evidence,
+    experiments: Sequence[str],
+    arm: str,
+    metric: str,
+    kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Mapping], dict]:
-    """(failed runs of an arm that keep a metric per head, their seeds, sources and regime)."""
+    """(runs of an arm that keep a metric per head, their seeds, sources and regime)."""
     rows, sources, where = [], [], {}
     for name in experiments:
         archive = evidence.archive(name)
         mine = [] if archive is None else archive.arm(arm)
-        mine = [r for r in mine if r["kind"] in FAILED and metric in r["heads"]]
+        mine = [r for r in mine if r["kind"] in kinds and metric in r["heads"]]
         if mine:
             sources.append(source(name, archive))
             where[regime(name, archive, mine[0])] = None
@@ -70,10 +77,10 @@ def directions_alike(
     """Claimed: the terms (PK)[T]^T X[T] of the head of largest norm become alike before the loss
     rises.
 
-    Mean cosine of two terms, first probe against last. supported: the mean over runs, less two
-    standard errors, reaches `alike`, and it grew in every run; partly: it grew, to less; else not.
+    Mean cosine of two terms, first probe against last. supported: the 95 % interval of the mean
+    over runs lies above `alike`, and it grew in every run; partly: it grew, to less; else not.
     """
-    rows, more = failed_with(evidence, experiments, arm, "direction_cosine")
+    rows, more = keeping(evidence, experiments, arm, "direction_cosine", FAILED)
     series = [s for s in (worst_series(r, "direction_cosine") for r in rows) if len(s) > 1]
     if not series:
         return untested("no archived failure keeps the cosines")
@@ -96,10 +103,10 @@ def adds_up(
     """Claimed: errors along these directions add up: their coherent gain is at least `gain`.
 
     Independent errors have a gain of 1. Median over the probes before the loss rises in the head
-    of largest norm, then the mean over runs with two standard errors. supported: the interval lies
-    above `gain`; partly: above 1; else not.
+    of largest norm, then the mean over runs. supported: its 95 % interval lies above `gain`;
+    partly: above 1; else not.
     """
-    rows, more = failed_with(evidence, experiments, arm, metric)
+    rows, more = keeping(evidence, experiments, arm, metric, FAILED)
     series = [s for s in (worst_series(r, metric) for r in rows) if len(s)]
     if not series:
         return untested("no archived failure keeps the gain")
@@ -117,25 +124,25 @@ def drifts(
 ) -> Finding:
     """Claimed: the sum of delta_lp - delta_hp over steps drifts one way, the positive one.
 
-    A head drifts if its sum, when the loss rises, lies outside the 95 % band of coin-flip signs.
-    supported: more heads do than the 5 % that chance allows, by Wilson's interval, and at least
-    4 of 5 of them the claimed way; partly: more do, but both ways; else not.
+    A head drifts if its sum, at the run's first sign of trouble (`book.drift`), lies outside the
+    95 % band of coin-flip signs. supported: more heads do than the 5 % that chance allows, by
+    Wilson's interval, and at least 4 of 5 of them the claimed way; partly: more do, but both ways;
+    else not.
     """
-    rows, more = failed_with(evidence, experiments, arm, "delta_error_mean:sum")
+    rows, more = keeping(evidence, experiments, arm, "delta_error_mean:sum")
     if not rows:
-        return untested("no archived failure keeps the sum")
-    sums = [before_failure(r, "delta_error_mean:sum")[-1].ravel() for r in rows]
-    bands = [before_failure(r, "delta_error_mean:band")[-1].ravel() for r in rows]
-    z = np.concatenate(sums) / np.concatenate(bands)
-    z = z[np.isfinite(z)]
+        return untested("no archived run keeps the sum")
+    found = [drift(row) for row in rows]
+    z = np.concatenate([d.sigmas.ravel() for d in found])
+    mean = np.concatenate([d.relative.ravel() for d in found])
     out, up = int((np.abs(z) > Z95).sum()), int((z > Z95).sum())
     share, along = wilson(out, z.size), up if sign > 0 else out - up
-    drift = share.low > CHANCE
-    verdict = (SUPPORTED if along >= MOST * out else PARTLY) if drift else NOT_SUPPORTED
-    effect = f"{out} of {z.size} heads of {len(rows)} failing runs outside the band of coin-flip "
-    effect += f"signs ({100 * share.low:.0f} to {100 * share.high:.0f} %; chance: 5 %), {up} of "
-    effect += "them positive"
-    strength = share.low if drift else 1 - share.high
+    off = share.low > CHANCE
+    verdict = (SUPPORTED if along >= MOST * out else PARTLY) if off else NOT_SUPPORTED
+    effect = f"{out} of {z.size} heads of {len(rows)} runs outside the band of coin-flip signs "
+    effect += f"({100 * share.low:.0f} to {100 * share.high:.0f} %; chance: 5 %), {up} of them "
+    effect += f"positive; mean {mean.min():+.1%} to {mean.max():+.1%} of the rms"
+    strength = share.low if off else 1 - share.high
     return standing(verdict, effect, len(rows), strength=strength, **more)
 
 
@@ -147,7 +154,7 @@ def leads(
 
     supported: in at least 4 of 5 failed runs; not supported: in at most 1 of 5; partly: between.
     """
-    rows, more = failed_with(evidence, experiments, arm, "spectral_norm_q")
+    rows, more = keeping(evidence, experiments, arm, "spectral_norm_q", FAILED)
     if not rows:
         return untested("no archived failure keeps the norms of all heads")
     hits = sum(worst_place(row)[0] == layer for row in rows)

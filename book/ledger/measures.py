@@ -21,12 +21,15 @@ from .findings import (
 
 
 @rule
-def biased_delta(evidence: Evidence, experiment: str, *, version: str, sign: int = 1) -> Finding:
+def biased_delta(
+    evidence: Evidence, experiment: str, *, version: str, least: float, sign: int = 1
+) -> Finding:
     """Claimed: in the head that breaks, the mean of delta_lp - delta_hp before it breaks is
     positive (`sign`), in units of its rms.
 
     Means of the seeds, weighted by their standard errors. supported: beyond two standard errors
-    of the joint mean, the claimed way; not supported: within two, or the other way.
+    of the joint mean, the claimed way; not supported: beyond two the other way, or within two and
+    surely smaller than `least`; else the rows are too few to tell, and it is observed.
     """
     archive = evidence.archive(experiment)
     rows = [] if archive is None else [r for r in archive.arm(version) if r["mean"] is not None]
@@ -35,11 +38,14 @@ def biased_delta(evidence: Evidence, experiment: str, *, version: str, sign: int
     means, errors = np.array([r["mean"] for r in rows]).T
     weight = 1 / errors**2
     joint, error = float((weight * means).sum() / weight.sum()), float(weight.sum() ** -0.5)
-    verdict = SUPPORTED if sign * joint > 2 * error else NOT_SUPPORTED
-    effect = f"mean error of δ {joint:+.4f} "
-    effect += f"({joint - 2 * error:+.4f} to {joint + 2 * error:+.4f}) of its rms over "
-    effect += f"{sum(r['rows'] for r in rows):,} rows of {len(rows)} heads, one a seed"
-    return standing(verdict, effect, len(rows), **_captured(experiment, archive, rows))
+    low, high = sign * joint - 2 * error, sign * joint + 2 * error
+    effect = f"mean error of δ {joint:+.2%} ({joint - 2 * error:+.2%} to "
+    effect += f"{joint + 2 * error:+.2%}) of its rms over {sum(r['rows'] for r in rows):,} rows "
+    effect += f"of {len(rows)} heads, one a seed"
+    more = _captured(experiment, archive, rows)
+    if low <= 0 < least <= high:
+        more["unfit"] = "too few rows to tell"
+    return standing(SUPPORTED if low > 0 else NOT_SUPPORTED, effect, len(rows), **more)
 
 
 @rule

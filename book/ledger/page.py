@@ -32,7 +32,8 @@ MEANING = {
     "of arithmetic: it holds",
     PARTLY: "enough runs; it goes the claimed way, but not far enough, or not in every setting",
     NOT_SUPPORTED: "enough runs; the outcome is another one in the settings that we ran",
-    OBSERVED: "fewer runs in some arm; the effect says which way they point",
+    OBSERVED: "fewer runs in some arm, and the effect says which way they point; or runs that "
+    "cannot have a verdict, and it says why",
     NOT_TESTED: "no archived run can decide; the command that would is named",
 }
 

@@ -134,7 +134,7 @@ def _too_small(archive: Archive, row: Mapping, heads: int) -> dict:
     config = model_of(archive, row)
     if min(config.n_layer, config.n_head) >= heads:
         return {}
-    return {"unfit": f"{config.n_head} heads are too few for a verdict"}
+    return {"unfit": f"with {config.n_head} heads a demonstration"}
 
 
 def _prevents(experiment: str, archive: Archive, low: Rows, name: str, **more) -> Finding | None:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..tables import half_width, over_runs
+
 Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
 
 
@@ -43,10 +45,7 @@ def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean and two standard errors to each side; a single value has no interval (nan)."""
-    n, mean = len(values), math.fsum(values) / len(values)
-    if n < 2:
-        return Interval(mean, math.nan, math.nan)
-    variance = math.fsum((x - mean) ** 2 for x in values) / (n - 1)
-    half = 2 * math.sqrt(variance / n)
-    return Interval(mean, mean - half, mean + half)
+    """Mean over runs with Student's 95 % interval; a single run has none (nan)."""
+    found = over_runs(values)
+    half = half_width(found)
+    return Interval(found.mean, found.mean - half, found.mean + half)

@@ -123,7 +123,7 @@ def test_prevents_in_bf16_takes_no_dial_for_bf16(archived):
 def test_a_small_model_has_no_verdict_on_heads(archived):
     evidence = archived(x=arm("low", *BAD) + arm("twin", *GOOD))
     found = apply("prevents", {"arms": "twin", "heads": 6}, evidence, ["x"])
-    assert found.verdict == OBSERVED and "2 heads are too few for a verdict, as" in found.effect
+    assert found.verdict == OBSERVED and "with 2 heads a demonstration, " in found.effect
     assert verdict(evidence, "prevents", arms="twin", heads=2) == SUPPORTED
     recipe = [r | {"recipe": "mini-lr5"} for r in arm("low", *BAD) + arm("twin", *GOOD)]
     evidence = archived(y=recipe)  # six layers of six heads
@@ -352,10 +352,12 @@ def test_adds_up(archived):
 def test_drifts(archived):
     def drift(*sums):
         names = ("delta_error_mean_of_sum", "delta_error_mean_of_band")
-        rows = [
-            heads(s, **{names[0]: [0, x, x, 0], names[1]: [1] * 4}) for s, x in enumerate(sums)
+        loss = {"train_loss": {"step": [0, 800, 950], "value": [3, 1, 3]}}
+        series = [{names[0]: [0, x, x, 0], names[1]: [1] * 4} for x in sums]
+        return [
+            heads(s, delta_error_rms=[1] * 4, **kept) | {"curves": loss}
+            for s, kept in enumerate(series)
         ]
-        return rows
 
     evidence = archived(x=drift(*[5] * 5), y=drift(5, -5, 5, -5, 5), z=drift(*[0.5] * 5))
     found = [verdict(evidence, "drifts", (name,)) for name in "xyz"]
@@ -395,8 +397,10 @@ def captured(mean, tied=0.8, share=20):
 def test_captured_heads(archived):
     evidence = archived(x=captured(0.1), y=captured(-0.1, tied=0.1), z=captured(0.001, tied=0.3))
     asked = dict(version="as trained")
-    found = [verdict(evidence, "biased_delta", (name,), **asked) for name in "xyz"]
+    found = [verdict(evidence, "biased_delta", (n,), least=0.02, **asked) for n in "xyz"]
     assert found == [SUPPORTED, NOT_SUPPORTED, NOT_SUPPORTED]
+    told = apply("biased_delta", asked | {"least": 0.005}, evidence, ["z"])
+    assert told.verdict == OBSERVED and "too few rows to tell, " in told.effect
     found = [verdict(evidence, "carries_error", (n,), part="tied", **asked) for n in "xyz"]
     assert found == [SUPPORTED, NOT_SUPPORTED, PARTLY]
 
@@ -523,6 +527,7 @@ def test_differences_and_means_have_their_intervals():
     # Newcombe 1998, table II, method 10, contrast (a): 56/70 against 48/80
     assert difference((56, 70), (48, 80)) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
     assert difference((9, 10), (3, 10)) == pytest.approx((0.6, 0.1705, 0.8090), abs=5e-5)
-    assert mean_interval([1.0, 3.0]) == pytest.approx((2.0, 0.0, 4.0))
+    low, high = mean_interval([1.0, 3.0])[1:]
+    assert (low, high) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)  # t with 1 degree
     with pytest.raises(ValueError, match="6 of 5 is not a share"):
         wilson(6, 5)
