@@ -125,7 +125,7 @@ def ranked(claims: Sequence[Claim], findings: Findings, verdict: str, runs: bool
     return sorted(chosen, key=lambda c: -findings[c.id].strength)
 
 
-def summary(claims: Sequence[Claim], findings: Findings, most: int = 5) -> Markdown:
+def summary(claims: Sequence[Claim], findings: Findings, most: int = 7) -> Markdown:
     """The ledger in a few lines, for the front page: counts, strongest support, contradictions."""
     found = Counter(f.verdict for f in findings.values())
     told = ", ".join(f"**{found[v]}** {v}" for v in VERDICTS)
