@@ -305,10 +305,14 @@ def test_the_account_says_link_by_link_what_is_left_of_it():
     kinds = dict(low=4, mirror=0, random_sign=0, centred=0, shuffled=5)
     told = error_findings.account(outcomes(**kinds, own_direction=0, dK_alone=3)).data
     assert "its size is not enough" in told and "only the sum counts" in told
-    assert "$dQ$ alone 0 of 5 failed, $dK$ alone 3 of 5 failed" in told and "$W_K$" in told
-    exact = outcomes(low=4, dQ_alone=4, dK_alone=0)  # the pair that is exact decides
+    assert "in $dQ$ alone 0 of 5 failed, in $dK$ alone 3 of 5 failed; p = 0.024" in told
+    assert "It takes the keys" in told
+    exact = outcomes(low=5, dQ_alone=5)  # the arm that is exact decides
     told = error_findings.account(outcomes(**kinds, own_direction=0), exact).data
     assert "By $W_Q$, as the paper has it" in told
+    exact = outcomes(low=5, dQ_alone=0)
+    told = error_findings.account(outcomes(**kinds, dK_alone=3), exact).data
+    assert "as it is 5 of 5 failed, in $dQ$ alone 0 of 5 failed, in $dK$ alone 3 of 5" in told
     told = error_findings.account(outcomes(**(kinds | {"mirror": 5, "shuffled": 2}))).data
     assert "the arms disagree" in told and told.count("Open") == 3
     assert "not all archived" in error_findings.account(outcomes(low=4)).data
