@@ -137,12 +137,12 @@ def answers(rows: Sequence[Mapping]) -> list[str]:
 
 
 def verdicts(rows: Sequence[Mapping]) -> list[str]:
-    """What the outcomes say, and nothing else; the first sentence says on how many runs."""
+    """What the outcomes say, and nothing else; an arm with fewer runs than a verdict says so."""
     arms = by_arm(rows)
     if not failures(arms.get("low", [])):
         return ["The failing run did not fail here, so the interventions decide nothing."]
-    runs = min(len(mine) for mine in arms.values())
-    told = [f"Failing run: {counted(arms['low'])} ({standing(runs)}).", *_verdicts(arms)]
+    runs = standing(len(arms["low"]))
+    told = [f"Failing run: {counted(arms['low'])} ({runs}).", *_verdicts(arms)]
     lost = lost_words(rows)
     return [*told, lost] if lost else told
 
@@ -169,8 +169,10 @@ def _verdicts(arms: Arms) -> list[str]:
 def _meaning(name: str, mine: Sequence[Mapping], low: Sequence[Mapping]) -> str:
     fewer, same = MEANING[name]
     word, p = compared(mine, low), f"p = {fewer_by_chance(mine, low):.2g}"
+    p += f"; {standing(len(mine))}" if len(mine) < len(low) else ""
     if word == "as often":
-        return f"{SAID[name]}: no fewer failures, so {same}."
+        few = f" ({standing(len(mine))})" if len(mine) < len(low) else ""
+        return f"{SAID[name]}: no fewer failures, so {same}{few}."
     if word == "unclear":
         return f"{SAID[name]}: fewer failures, but chance can do that ({p})."
     signs = onsets(mine)
@@ -284,25 +286,39 @@ def account(rows: Sequence[Mapping], paths: Sequence[Mapping] = ()) -> Markdown:
         if len(words) == 1
         else "Open: the arms disagree.",
         "rows": _ROWS.get(compared(arms["shuffled"], low), "Open."),
-        "path": _path(by_arm(paths) if paths else arms, arms.get("dK_alone")),
+        "path": _path(arms, by_arm(paths)),
     }
     return Markdown("\n".join(f"- **The {name}.** {words}" for name, words in told.items()))
 
 
-def _path(arms: Arms, keys: Sequence[Mapping] | None) -> str:
-    """arms: with the error in dQ alone. keys: in dK alone, unless these arms have their own."""
-    low, own, keys = arms.get("low", []), into_queries(arms), arms.get("dK_alone", keys)
+def _path(arms: Arms, paths: Arms) -> str:
+    """By which gradient: dQ alone bit for bit if it was run, dK alone in all runs there are."""
+    exact = paths if "dQ_alone" in paths else arms
+    low, own = exact.get("low", []), into_queries(exact)
     if own is None or not failures(low):
         return "Open: no run parts the gradients."
     ended = f"as it is {counted(low)}, in $dQ$ alone {counted(own)}"
-    ended += "" if keys is None else f", in $dK$ alone {counted(keys)}"
-    word = compared(own, low)
+    word, p = compared(own, low), fewer_by_chance(own, low)
     if word == "as often":
         return f"By $W_Q$, as the paper has it: the error in $dQ$ alone is enough ({ended})."
-    if word == "fewer":
-        return (
-            "Not by $W_Q$ alone, where the paper follows it. The formula for $dW_Q$ is exact, but "
-            f"with $dK$ kept clean the error fails less often ({ended}; p = "
-            f"{fewer_by_chance(own, low):.2g} for $dQ$ alone). It takes the keys."
-        )
-    return f"Open: fewer failures in $dQ$ alone, but chance can do that ({ended})."
+    if word == "unclear":
+        return f"Open: fewer failures in $dQ$ alone, but chance can do that ({ended})."
+    keys = [row for found in (arms, paths) for row in found.get("dK_alone", [])]
+    every = [row for found in (arms, paths) for row in found.get("low", [])]
+    return (
+        "Not by $W_Q$ alone, where the paper follows it. The formula for $dW_Q$ is exact, but "
+        f"with $dK$ kept clean the error fails less often ({ended}; p = {p:.2g}). "
+        f"{_keys(keys, every)}"
+    )
+
+
+def _keys(keys: Sequence[Mapping], low: Sequence[Mapping]) -> str:
+    if not keys:
+        return "It takes the keys."
+    told = f"With $dQ$ kept clean, in all archives: {counted(keys)}, as it is {counted(low)}"
+    word = {
+        "fewer": "it takes both gradients, or one of them longer",
+        "as often": "the gradient of the keys is enough",
+        "unclear": "so few runs cannot tell whether the keys are enough",
+    }[compared(keys, low)]
+    return f"{told} (p = {fewer_by_chance(keys, low):.2g}): {word}."

@@ -274,6 +274,8 @@ def test_answers_say_what_outcomes_show_and_no_more():
     assert "(observed, 2 run(s) an arm)" in told[0]
     assert "chance can do that (p = 0.17)" in told[1]
     assert "decide nothing" in error_findings.verdicts([record("low", 0)])[0]
+    few = outcomes(low=5) + [record("mirror", s) for s in (0, 1)]
+    assert "(p = 0.048; observed, 2 run(s) an arm)" in error_findings.verdicts(few)[1]
     table = error_findings.intervention_table(errors(), rows).data
     assert "2,000 to 2,004" in table and "0 of 5" in table
 
@@ -305,14 +307,16 @@ def test_the_account_says_link_by_link_what_is_left_of_it():
     kinds = dict(low=4, mirror=0, random_sign=0, centred=0, shuffled=5)
     told = error_findings.account(outcomes(**kinds, own_direction=0, dK_alone=3)).data
     assert "its size is not enough" in told and "only the sum counts" in told
-    assert "in $dQ$ alone 0 of 5 failed, in $dK$ alone 3 of 5 failed; p = 0.024" in told
-    assert "It takes the keys" in told
+    assert "as it is 4 of 5 failed, in $dQ$ alone 0 of 5 failed; p = 0.024" in told
+    assert "3 of 5 failed, as it is 4 of 5 failed (p = 0.5): so few runs cannot tell" in told
     exact = outcomes(low=5, dQ_alone=5)  # the arm that is exact decides
     told = error_findings.account(outcomes(**kinds, own_direction=0), exact).data
     assert "By $W_Q$, as the paper has it" in told
-    exact = outcomes(low=5, dQ_alone=0)
+    exact = outcomes(low=5, dQ_alone=0, dK_alone=0)
     told = error_findings.account(outcomes(**kinds, dK_alone=3), exact).data
-    assert "as it is 5 of 5 failed, in $dQ$ alone 0 of 5 failed, in $dK$ alone 3 of 5" in told
+    assert "3 of 10 failed, as it is 9 of 10 failed (p = 0.0099): it takes both" in told
+    told = error_findings.account(outcomes(**kinds), outcomes(low=5, dQ_alone=0)).data
+    assert "It takes the keys." in told
     told = error_findings.account(outcomes(**(kinds | {"mirror": 5, "shuffled": 2}))).data
     assert "the arms disagree" in told and told.count("Open") == 3
     assert "not all archived" in error_findings.account(outcomes(low=4)).data
