@@ -13,7 +13,17 @@ from .evidence import Archive
 from .experiments import Experiment
 from .isolation_figures import FAILED, by_arm
 from .tables import markdown_table
-from .verdicts import compared, counted, failures, fewer_by_chance, lost_words, onsets, standing
+from .verdicts import (
+    LOST_NATS,
+    compared,
+    counted,
+    failures,
+    fewer_by_chance,
+    lost,
+    lost_words,
+    onsets,
+    standing,
+)
 
 # What each intervention keeps of the failing run's error e, in words.
 KEEPS = {
@@ -308,11 +318,11 @@ def _path(arms: Arms, paths: Arms) -> str:
     return (
         "Not by $W_Q$ alone, where the paper follows it. The formula for $dW_Q$ is exact, but "
         f"with $dK$ kept clean the error fails less often ({ended}; p = {p:.2g}). "
-        f"{_keys(keys, every)}"
+        f"{_keys(keys, every, [arms, paths])}"
     )
 
 
-def _keys(keys: Sequence[Mapping], low: Sequence[Mapping]) -> str:
+def _keys(keys: Sequence[Mapping], low: Sequence[Mapping], archives: Sequence[Arms]) -> str:
     if not keys:
         return "It takes the keys."
     told = f"With $dQ$ kept clean, in all archives: {counted(keys)}, as it is {counted(low)}"
@@ -321,4 +331,6 @@ def _keys(keys: Sequence[Mapping], low: Sequence[Mapping]) -> str:
         "as often": "the gradient of the keys is enough",
         "unclear": "so few runs cannot tell whether the keys are enough",
     }[compared(keys, low)]
-    return f"{told} (p = {fewer_by_chance(keys, low):.2g}): {word}."
+    worse = sum(len(lost(a.get("dK_alone", []), a.get("delta_fp32", []))) for a in archives)
+    more = f" {worse} more ended at least {LOST_NATS:g} nats above their twins." if worse else ""
+    return f"{told} (p = {fewer_by_chance(keys, low):.2g}): {word}.{more}"

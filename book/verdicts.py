@@ -62,20 +62,26 @@ def untested_words(rows: Sequence[Mapping], parent: str = "low") -> str:
     )
 
 
+def lost(rows: Sequence[Mapping], twins: Sequence[Mapping]) -> list[tuple[Mapping, float]]:
+    """Runs that did not fail by the rule but ended LOST_NATS above their seed's twin; by what."""
+    ends = {row["seed"]: row["held_out_loss"] for row in twins}
+    found = []
+    for row in rows:
+        loss, other = row["held_out_loss"], ends.get(row["seed"])
+        if row["kind"] not in FAILED and None not in (loss, other) and loss - other >= LOST_NATS:
+            found.append((row, loss - other))
+    return found
+
+
 def lost_words(rows: Sequence[Mapping], twin: str = "delta_fp32") -> str:
     """Names runs that did not fail by the rule and yet ended LOST_NATS above their twin's loss.
 
     The rule asks for a rise of a nat above a run's *own* minimum, so a run that never learnt is
     not called diverged. Losses are held out, the twin's of the same seed. Empty where none did.
     """
-    ends = {row["seed"]: row["held_out_loss"] for row in rows if row["arm"] == twin}
     found: dict[str, list[str]] = {}
-    for row in rows:
-        loss, other = row["held_out_loss"], ends.get(row["seed"])
-        if row["kind"] in FAILED or loss is None or other is None:
-            continue
-        if loss - other >= LOST_NATS:
-            found.setdefault(row["label"], []).append(f"{loss - other:.1f}")
+    for row, above in lost(rows, [row for row in rows if row["arm"] == twin]):
+        found.setdefault(row["label"], []).append(f"{above:.1f}")
     if not found:
         return ""
     told = "; ".join(f"{label} (+{', +'.join(above)})" for label, above in found.items())

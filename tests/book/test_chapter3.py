@@ -315,6 +315,10 @@ def test_the_account_says_link_by_link_what_is_left_of_it():
     exact = outcomes(low=5, dQ_alone=0, dK_alone=0)
     told = error_findings.account(outcomes(**kinds, dK_alone=3), exact).data
     assert "3 of 10 failed, as it is 9 of 10 failed (p = 0.0099): it takes both" in told
+    exact = outcomes(low=5, dQ_alone=0, dK_alone=0, delta_fp32=0)
+    exact[-6]["held_out_loss"] = 2.4  # of dK alone, seed 4; its twin ends at 1.8
+    told = error_findings.account(outcomes(**kinds, dK_alone=3), exact).data
+    assert "1 more ended at least 0.5 nats above their twins" in told
     told = error_findings.account(outcomes(**kinds), outcomes(low=5, dQ_alone=0)).data
     assert "It takes the keys." in told
     told = error_findings.account(outcomes(**(kinds | {"mirror": 5, "shuffled": 2}))).data
