@@ -174,7 +174,7 @@ def search_of_nothing(done: Search, folder: Path) -> Search:
 
 def test_an_end_of_time_archives_what_was_cut(toys, monkeypatch):
     folder, made = toys
-    endless = Regime("exact", 10**6, changes=made["calm"].changes)
+    endless = Regime("exact", 50_000, changes=made["calm"].changes)
 
     def time_is_up(self):
         states = [job.state() for job in self.pool.running]
