@@ -319,6 +319,14 @@ def add_machine_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--commit", help="of this code, to note where there is no repository")
 
 
+def seed_list(text: str) -> list[int]:
+    """'0,1,2' as [0, 1, 2]. Raises ValueError for anything else."""
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {text!r} is no list of numbers; write it as 0,1,2") from None
+
+
 def split_names(text: str) -> list[str]:
     """'a, b' as ['a', 'b']."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -332,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         chosen = [with_settings(e, args.set) for e in _experiments(args.names, args.recipe)]
-        seeds = None if args.seeds is None else [int(s) for s in args.seeds.split(",")]
+        seeds = None if args.seeds is None else seed_list(args.seeds)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

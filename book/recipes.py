@@ -26,7 +26,14 @@ from gpt2.many import Job, Pool
 from gpt2.outcomes import HEALTHY_FACTOR, Outcome, series
 from gpt2.runs import Run, RunStore
 
-from .evidence import add_machine_arguments, machine_name, provenance, save_archive, time_limit
+from .evidence import (
+    add_machine_arguments,
+    machine_name,
+    provenance,
+    save_archive,
+    seed_list,
+    time_limit,
+)
 from .experiments import Experiment
 from .gpu_experiments import failure
 from .records import collect
@@ -305,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         names = [n.strip() for n in args.recipes.split(",")] if args.recipes else list(RECIPES)
         recipes = {name: get_recipe(name) for name in names}
-        seeds = [int(seed) for seed in args.seeds.split(",")]
+        seeds = seed_list(args.seeds)
         where = dict(workers=args.workers, devices=args.devices, cache_dir=args.data)
         pool = Pool(RunStore(args.store), **where)
     except ValueError as error:

@@ -21,7 +21,7 @@ from gpt2.runs import Run, RunStore
 
 from . import ROOT
 from .chapter2 import search_sites
-from .evidence import RESULTS, run_experiment, save_archive, with_settings
+from .evidence import RESULTS, run_experiment, save_archive, seed_list, with_settings
 from .experiments import isolation
 from .forks import fork_end, fork_step
 
@@ -75,9 +75,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0. The archive is written anew whenever a search has ended."""
+    """Exit code 0, or 2 for bad input. The archive is written anew whenever a search has ended."""
     a = parser().parse_args(argv)
-    seeds = [int(s) for s in a.seeds.split(",")]
+    try:
+        seeds = seed_list(a.seeds)
+        with_settings(isolation(a.preset, until=UNTIL), a.set)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     until_time = time.time() + 60 * a.minutes
     options = Options(a.preset, tuple(a.set), a.by, a.budget, until_time, a.store, a.data)
     command = f"python -m book.{NAME} --preset {a.preset} --seeds {a.seeds} --by {a.by}"

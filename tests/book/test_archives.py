@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from book import evidence, searches
 from book.captions import archived
 from book.evidence import archives, latest, provenance, save_archive
+from book.experiments import EXPERIMENTS
 from gpt2.config import make_config
 
 
@@ -49,3 +51,26 @@ def test_a_damaged_archive_is_named(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="is not an archive"):
         archives("x", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["--seeds", "0,b"], "write it as 0,1,2"),
+        (["--set", "device"], "write it as key=value"),
+        (["--set", "learnig_rate=1"], "did you mean 'learning_rate'?"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(given, told, capsys, tmp_path):
+    where = ["--store", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    assert evidence.main(["isolation", *given, *where]) == 2
+    assert told in capsys.readouterr().err
+    assert searches.main([*given, *where]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_reach_every_run():
+    changed = evidence.with_settings(EXPERIMENTS["sfa"], ["max_steps=7", "compile=off"])
+    configs = [arm.config(changed, 0) for arm in changed.arms]
+    assert {(c.max_steps, c.compile) for c in configs} == {(7, "off")}
