@@ -10,9 +10,8 @@ from gpt2.runs import Run
 
 from .evidence import Archive
 from .experiments import Experiment
+from .records import FAILED, failed_step
 from .tables import number, step_text
-
-FAILED = ("diverged", "nonfinite")
 
 
 def named_runs(experiment: Experiment, runs: Mapping, seed: int) -> dict[str, Run]:
@@ -36,7 +35,7 @@ def dial_points(rows: Sequence[Mapping]) -> list[dict]:
         {
             "arm": row["label"].partition(",")[0],
             "bits": int("".join(c for c in row["arm"] if c.isdigit())),
-            "step": row["diverged_step"] or row["nonfinite_step"] or row["steps"],
+            "step": failed_step(row) or row["steps"],
             "failed": row["kind"] in FAILED,
         }
         for row in rows

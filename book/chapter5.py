@@ -14,9 +14,9 @@ from IPython.display import Markdown
 from gpt2.config import difference
 from kernels.forensics import SignedMean
 
-from .chapter1 import FAILED
 from .evidence import Archive
 from .experiments import SWEEP_BETAS, Experiment
+from .records import FAILED, failed_step
 from .sfa_rows import CARRIER_UNDERFLOW
 from .tables import half_width, markdown_table, number, over_runs, step_text
 
@@ -30,7 +30,7 @@ def ties_before_failure(row: Mapping) -> tuple[float, float] | None:
     curve = row["curves"].get("tie_rate")
     if curve is None:
         return None
-    end = row["diverged_from"] or row["diverged_step"] or row["nonfinite_step"] or row["steps"]
+    end = row["diverged_from"] or failed_step(row) or row["steps"]
     seen = [v for s, v in zip(curve["step"], curve["value"]) if s <= end and v is not None]
     return (sum(seen) / len(seen), max(seen)) if seen else None
 

@@ -15,10 +15,10 @@ from IPython.display import Markdown
 from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS
 
 from .captions import Captioned, archived, caption
-from .chapter1 import FAILED
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
 from .record_figures import record_panels
+from .records import FAILED, failed_steps
 from .regimes import RECIPES
 from .survival import share_interval
 from .tables import arm_table, markdown_table, number, step_text
@@ -315,7 +315,7 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
         failed = [row for row in low if row["kind"] in FAILED]
         twins = [row for row in twins if row["kind"] in FAILED]
         if failed and twins:
-            both = f"{span(_steps(failed))} against {span(_steps(twins))}"
+            both = f"{span(failed_steps(failed))} against {span(failed_steps(twins))}"
             given_up.append(f"{recipe} ({both}; {_fates(of(rows, recipe, 'sdpa'))})")
         elif low and not failed:
             longest = max(low, key=lambda row: row["steps"])
@@ -330,10 +330,6 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
     if alive:
         lines.append(f"No failure in bf16 as far as it was run: {', '.join(alive)}.")
     return lines
-
-
-def _steps(failed: Sequence[Mapping]) -> list[int]:
-    return sorted(row["diverged_step"] or row["nonfinite_step"] for row in failed)
 
 
 def _who_failed(rows: Sequence[Mapping]) -> str:

@@ -11,7 +11,8 @@ from gpt2.fork import identical_losses
 from .captions import archived
 from .evidence import Archive
 from .experiments import Experiment
-from .isolation_figures import FAILED, by_arm
+from .isolation_figures import by_arm
+from .records import failed_steps
 from .tables import markdown_table
 from .verdicts import (
     LOST_NATS,
@@ -75,11 +76,6 @@ def intervention_table(experiment: Experiment, rows: Sequence[Mapping]) -> Markd
 def source(kept: Archive):
     """Provenance of an archive for captions; says so where arms or seeds are missing."""
     return archived(kept.provenance, note=None if kept.complete else "not complete")
-
-
-def failed_steps(rows: Sequence[Mapping]) -> list[int]:
-    """Steps at which these records failed, ascending."""
-    return sorted(r["diverged_step"] or r["nonfinite_step"] for r in rows if r["kind"] in FAILED)
 
 
 # -- words ----------------------------------------------------------------------------------------

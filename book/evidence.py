@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from . import ROOT
 from .experiments import EXPERIMENTS, Arm, Experiment
 from .forks import plan_fork
 from .gpu_experiments import BUILDERS
-from .records import collect
+from .records import collect, failed_step
 from .regimes import get_recipe
 
 RESULTS = ROOT / "book" / "results"
@@ -236,6 +236,12 @@ def write_archive(
     return save_archive(told, rows, runs.values(), preset, command, folder, commit)
 
 
+def archive_path(name: str, source: Mapping, folder: Path = RESULTS) -> Path:
+    """Where the archive of an experiment lies, by its provenance: machine, preset and date."""
+    file = f"{machine_name(source)}-{source['preset']}-{source['date']}.json"
+    return folder / name / file
+
+
 def save_archive(
     told: dict,
     rows: list[dict],
@@ -247,9 +253,7 @@ def save_archive(
 ) -> Path:
     """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows."""
     told = told | {"provenance": provenance(runs, preset, command, commit), "rows": rows}
-    source = told["provenance"]
-    name = f"{machine_name(source)}-{preset}-{source['date']}.json"
-    path = folder / told["experiment"] / name
+    path = archive_path(told["experiment"], told["provenance"], folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n")
@@ -391,7 +395,7 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
         command = f"python -m book.evidence {name} {how}"
         path = write_archive(experiment, runs, preset, Path(args.results), args.commit, command)
         for row in collect(experiment, runs):
-            step = row["diverged_step"] or row["nonfinite_step"] or row["steps"]
+            step = failed_step(row) or row["steps"]
             print(f"  {row['label']:40} seed {row['seed']}: {row['kind']} {step}", flush=True)
         print(f"{path} after {time.monotonic() - start:.0f} s", flush=True)
     return code

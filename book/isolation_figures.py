@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from .captions import DASHES, INK, PALETTE, styled, subplots
 from .figures import KIND_COLOURS, METRICS
+from .records import FAILED
 
-FAILED = ("diverged", "nonfinite")
 LABELS = {name: label for name, (label, _) in METRICS.items()} | {
     "first_key_mass": "attention to the first key",
     "delta_error_rms": "rms of the error of delta",

@@ -17,7 +17,8 @@ from gpt2.ddmin import Trace
 from .chapter2 import grew_words, search_words
 from .evidence import Archive
 from .experiments import Experiment
-from .isolation_figures import FAILED, by_arm, head_values, worst_layer
+from .isolation_figures import by_arm, head_values, worst_layer
+from .records import FAILED
 from .tables import markdown_table, number, step_text
 from .verdicts import counted, failures, lost_words, onsets, standing, tested, untested_words
 

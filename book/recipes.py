@@ -28,7 +28,7 @@ from gpt2.runs import Run, RunStore
 
 from .evidence import (
     add_machine_arguments,
-    machine_name,
+    archive_path,
     provenance,
     save_archive,
     seed_list,
@@ -277,8 +277,7 @@ def _told(how: Regime) -> dict:
 
 def _with_earlier(rows, told, runs, preset: str, folder: Path) -> tuple[list[dict], dict]:
     """Add what today's archive of this machine holds of runs that this store does not."""
-    source = provenance(runs, preset, "")
-    path = folder / "recipes" / f"{machine_name(source)}-{preset}-{source['date']}.json"
+    path = archive_path("recipes", provenance(runs, preset, ""), folder)
     if not path.exists():
         return rows, told
     earlier = json.loads(path.read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from .experiments import Arm, Experiment
 
 CURVE_POINTS = 160
 HEAD_POINTS = 60
+FAILED = ("diverged", "nonfinite")  # kinds of outcome
 
 
 def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str] = ()) -> dict:
@@ -46,6 +47,16 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str]
         "curves": curves(run.metrics()),
         "heads": head_curves(run.metrics(), heads),
     }
+
+
+def failed_step(row: Mapping) -> int | None:
+    """The step at which the run of a record diverged or became nonfinite; None for neither."""
+    return row["diverged_step"] or row["nonfinite_step"]
+
+
+def failed_steps(rows: Sequence[Mapping]) -> list[int]:
+    """Steps at which the runs of these records failed, ascending; of those that did."""
+    return sorted(failed_step(r) for r in rows if r["kind"] in FAILED)
 
 
 def curves(metrics: dict) -> dict[str, dict[str, list]]:

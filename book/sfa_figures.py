@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from kernels.formats import FloatFormat, parse_format
 
 from .captions import DASHES, INK, PALETTE, styled, subplots
+from .records import failed_step
 from .sfa_heads import PARTS, DeltaPart
 from .sfa_rows import CARRIER_UNDERFLOW, largest_weight, scale_by_maximum
 
@@ -159,7 +160,7 @@ def map_figure(
 
 
 def _end(row: Mapping) -> int:
-    return row["diverged_step"] or row["nonfinite_step"] or row["steps"]
+    return failed_step(row) or row["steps"]
 
 
 @styled

@@ -12,10 +12,10 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import VERDICT_RUNS
 
-from .chapter1 import FAILED
 from .chapter5 import BETAS, capital, is_test
 from .evidence import Archive
 from .experiments import SWEEP_EPS
+from .records import FAILED
 from .tables import markdown_table, step_text
 
 SOUND = ("healthy", "stable")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 NATS = 1.9207  # half of the 95 % point of chi-squared with one degree of freedom
-Z = 1.959964  # two-sided 95 % point of the normal distribution
+Z95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
 LEAST_FAILURES = 4  # fewer do not tell the noise from the slope
 LEAST_NOISE = 0.05  # of log2 steps (3.5 %), added in squares: few runs may lie on a line by luck
 FARTHEST = 40.0  # in log2 steps (or per bit): an interval that reaches so far is open
@@ -170,6 +170,7 @@ def share_interval(successes: int, runs: int) -> tuple[float, float]:
     if runs < 1:
         raise ValueError("a share of no runs has no interval; run some first")
     p, n = successes / runs, runs
-    centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    centre = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    low = 0.0 if successes == 0 else centre - half  # exactly: not the last bit of a difference
+    return low, 1.0 if successes == runs else centre + half

@@ -16,6 +16,8 @@ from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import SignedMean, signed_mean
 from kernels.numerics import Numerics, parse_numerics
 
+from .records import FAILED, failed_step, failed_steps
+
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
     """A Markdown table; bars inside cells are escaped."""
@@ -48,7 +50,7 @@ def _told(value) -> str:
 
 def step_text(row: Mapping) -> str:
     """'diverged at 2,038' or 'healthy to 3,500', from a record of book.evidence."""
-    step = row["diverged_step"] or row["nonfinite_step"]
+    step = failed_step(row)
     if step is not None:
         return f"{row['kind']} at {step:,}"
     if row["kind"] == "onset":
@@ -84,8 +86,8 @@ def arm_table(rows: Sequence[Mapping]) -> Markdown:
     lines = []
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
-        failed = [row for row in mine if row["kind"] in ("diverged", "nonfinite")]
-        steps = sorted(row["diverged_step"] or row["nonfinite_step"] for row in failed)
+        failed = [row for row in mine if row["kind"] in FAILED]
+        steps = failed_steps(failed)
         spread = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none"
         losses = [row["held_out_loss"] for row in mine if row not in failed]
         losses = [x for x in losses if x is not None]

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpt2.outcomes import VERDICT_RUNS
 
-from .isolation_figures import FAILED
+from .records import FAILED
 
 CHANCE = 0.05  # a difference with a larger probability is called none
 LOST_NATS = 0.5  # held-out loss above the twin's from which a run that lives is named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..chapter1 import dial_points
-from ..isolation_figures import FAILED
+from ..records import FAILED
 from ..survival import fit
 from .findings import (
     MOST,

@@ -12,7 +12,9 @@ import numpy as np
 from gpt2.outcomes import KINDS
 
 from ..drift import drift
-from ..isolation_figures import FAILED, head_values
+from ..isolation_figures import head_values
+from ..records import FAILED
+from ..survival import Z95
 from ..verdicts import CHANCE
 from .findings import (
     MOST,
@@ -28,7 +30,7 @@ from .findings import (
     standing,
     untested,
 )
-from .shares import Z95, mean_interval, wilson
+from .shares import mean_interval, wilson
 
 
 def keeping(

@@ -15,7 +15,7 @@ from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import sign_test
 
 from ..evidence import Archive
-from ..isolation_figures import FAILED
+from ..records import FAILED, failed_step
 from ..verdicts import CHANCE, failures, fewer_by_chance, onsets, tested
 from .findings import (
     MOST,
@@ -37,10 +37,6 @@ from .findings import (
 from .shares import difference, wilson
 
 Rows = Sequence[Mapping]
-
-
-def failed_step(row: Mapping) -> int | None:
-    return row["diverged_step"] or row["nonfinite_step"]
 
 
 def was_cut(row: Mapping) -> bool:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..survival import share_interval
 from ..tables import half_width, over_runs
-
-Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
 
 
 class Interval(NamedTuple):
@@ -28,11 +27,7 @@ def wilson(hits: int, runs: int) -> Interval:
     """The share of `hits` with Wilson's 95 % interval. Raises ValueError without runs."""
     if not 0 <= hits <= runs or runs < 1:
         raise ValueError(f"{hits} of {runs} is not a share; give 0 <= hits <= runs, runs >= 1")
-    share, zz = hits / runs, Z95 * Z95
-    middle = (share + zz / (2 * runs)) / (1 + zz / runs)
-    half = Z95 / (1 + zz / runs) * math.sqrt(share * (1 - share) / runs + zz / (4 * runs * runs))
-    low = 0.0 if hits == 0 else middle - half  # exactly: not the last bit of a difference
-    return Interval(share, low, 1.0 if hits == runs else middle + half)
+    return Interval(hits / runs, *share_interval(hits, runs))
 
 
 def difference(first: tuple[int, int], second: tuple[int, int]) -> Interval:

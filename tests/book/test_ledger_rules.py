@@ -16,7 +16,8 @@ from book.ledger.findings import (
     combine,
     standing,
 )
-from book.ledger.shares import Z95, difference, mean_interval, wilson
+from book.ledger.shares import difference, mean_interval, wilson
+from book.survival import Z95
 
 LOW = "paper,matched_bits=2"
 ATTENTION = {"low": LOW, "same": LOW, "sham": LOW, "fp32": "exact"}
