@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gpt2.outcomes import VERDICT_RUNS
+from gpt2.outcomes import HEALTHY_FACTOR, VERDICT_RUNS
 from kernels.forensics import sign_test
 
 from ..evidence import Archive
@@ -235,6 +235,50 @@ def fails_somewhere(
     words = f"{told(best.low)}, {told(best.twins)}; {words}"
     more = common(best.name, best.archive, best.twins)
     return standing(verdict, words, runs, strength=wilson(saved, runs).low, **more)
+
+
+@rule_over_all
+def begins_somewhere(
+    evidence: Evidence, experiments: Sequence[str], *, bits: int, twin: str, arm: str = "low"
+) -> Finding:
+    """Claimed: with so many fraction bits, in some recipe, `arm` leaves its twin's course.
+
+    Whether it fails later or not: its *onset* by the rule of `gpt2.outcomes`, tie rate or norm of
+    the worst head far above the twin's. Seeds of which both were run, the twin for 1.5 times the
+    steps to the onset. supported: an onset in at least 4 of 5 seeds of a recipe, of 5 or more;
+    partly: in fewer of them; not supported: in none of any recipe, of 5 pairs or more in all.
+    """
+    settings = []
+    for name in experiments:
+        archive = evidence.archive(name)
+        others = {} if archive is None else {r["seed"]: r for r in archive.arm(twin)}
+        low = [r for r in failing_rows(archive, arm, bits) if r["seed"] in others]
+        low = [r for r in low if _outlived(r, others[r["seed"]])]
+        if low:
+            settings.append((name, archive, low))
+    if not settings:
+        return untested(f"no pair of archived runs with {bits} fraction bits")
+    name, archive, low = max(settings, key=lambda s: (_begun(s[2]), len(s[2])))
+    every = [row for _, _, rows in settings for row in rows]
+    words = f"onsets in {_begun(every)} of {len(every)} pairs of {len(settings)} recipes"
+    steps = sorted(r["onset_step"] for r in low if r["onset_step"] is not None)
+    if not steps:
+        return standing(NOT_SUPPORTED, words, len(every), **common(name, archive, every))
+    share = wilson(len(steps), len(low))
+    words += f"; there {len(steps)} of {len(low)}, at step " + ", ".join(f"{s:,}" for s in steps)
+    verdict = SUPPORTED if len(steps) >= MOST * len(low) else PARTLY
+    return standing(verdict, words, len(low), strength=share.low, **common(name, archive, low))
+
+
+def _begun(rows: Rows) -> int:
+    return sum(row["onset_step"] is not None for row in rows)
+
+
+def _outlived(row: Mapping, twin: Mapping) -> bool:
+    """Whether the twin ran long enough past the row's onset, or as long, to be a comparison."""
+    begun = row["onset_step"]
+    wanted = row["steps"] if begun is None else HEALTHY_FACTOR * begun
+    return twin["kind"] not in FAILED and twin["steps"] >= wanted
 
 
 class _Setting(NamedTuple):

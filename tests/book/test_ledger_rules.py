@@ -182,6 +182,32 @@ def test_fails_somewhere(archived):
     assert "low precision failed in 2 of 3 recipes, and its twin in 1 of these" in effect
 
 
+def test_begins_somewhere(archived):
+    """An onset against a twin that went on long enough, whatever became of the run."""
+
+    def pairs(*onsets, twin_steps=3000, twin_kind="healthy"):
+        low = arm("low", *("stable" if o is None else "onset" for o in onsets), attention="paper")
+        low = [r | {"onset_step": o, "steps": 2000} for r, o in zip(low, onsets)]
+        other = {"arm": "twin", "kind": twin_kind, "onset_step": None, "steps": twin_steps}
+        return low + [r | other for r in low]
+
+    evidence = archived(
+        all=pairs(1000, 1200, 900, 1100, 1400),
+        some=pairs(1000, None, None, None, None),
+        none=pairs(None, None, None, None, None),
+        short=pairs(1000, 1200, 900, 1100, 1400, twin_steps=1400),
+        both=pairs(1000, 1200, 900, 1100, 1400, twin_kind="diverged"),
+        few=pairs(1000),
+    )
+    asked = dict(bits=7, twin="twin")
+    names = ("all", "some", "none", "short", "both", "few")
+    found = [verdict(evidence, "begins_somewhere", (n,), **asked) for n in names]
+    # of the five onsets in `short` one lies early enough for its twin
+    assert found == [SUPPORTED, PARTLY, NOT_SUPPORTED, OBSERVED, NOT_TESTED, OBSERVED]
+    told = apply("begins_somewhere", asked, evidence, ["some", "none"]).effect
+    assert "onsets in 1 of 10 pairs of 2 recipes; there 1 of 5, at step 1,000" in told
+
+
 def test_the_regime_says_what_an_experiment_is_about(archived):
     rows = arm("low", *BAD) + arm("twin", *GOOD)
     evidence = archived(**{name: rows for name in ("sfa", "sfa-muon", "sfa-wide-muon")})
