@@ -20,6 +20,7 @@ from .gpu_experiments import BUILDERS
 from .record_figures import record_panels
 from .records import FAILED, failed_steps
 from .regimes import RECIPES
+from .signs import signs, signs_words
 from .survival import share_interval
 from .tables import arm_table, markdown_table, number, step_text
 
@@ -62,9 +63,19 @@ def _recipe_of(experiment: str) -> str:
 
 
 def of(rows: Sequence[Mapping], recipe: str, arm: str) -> list[Mapping]:
-    """The runs from scratch of one arm of a recipe, by seed."""
+    """The runs from scratch of one arm of a recipe, by seed.
+
+    A run that the clock cut gives way to a longer one of the same seed.
+    """
     mine = [r for r in rows if (r["recipe"], r["arm"]) == (recipe, arm)]
-    return sorted((r for r in mine if r["forked_at"] is None), key=lambda r: r["seed"])
+    mine = [r for r in mine if r["forked_at"] is None]
+    longest = {seed: max(r["steps"] for r in mine if r["seed"] == seed) for seed in _seeds(mine)}
+    kept = [r for r in mine if not was_cut(r) or r["steps"] == longest[r["seed"]]]
+    return sorted(kept, key=lambda r: r["seed"])
+
+
+def _seeds(rows: Sequence[Mapping]) -> set[int]:
+    return {row["seed"] for row in rows}
 
 
 def best_recipe(rows: Sequence[Mapping]) -> str | None:
@@ -245,23 +256,38 @@ def is_unwell(row: Mapping) -> bool:
 
 
 def paired(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
-    """'tiny, seed 0' -> the runs on the same batches, low precision first; only real pairs."""
+    """'tiny, seed 0' -> the runs on the same batches, low precision first.
+
+    Real pairs, and low precision alone where its scores grew (`book.signs`).
+    """
     out = {}
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         for low in of(rows, recipe, "low"):
             arms = [r for arm in ARMS for r in of(rows, recipe, arm) if r["seed"] == low["seed"]]
-            if len(arms) > 1:
+            if len(arms) > 1 or signs(low).grew:
                 out[f"{recipe}, seed {low['seed']}"] = arms
     return out
 
 
 def paired_figure(name: str, rows: Sequence[Mapping]) -> Captioned:
-    """Loss, worst norm and tie rate of low precision, its twin and the witness."""
-    figure = record_panels(rows, ["train_loss", "spectral_norm_q", "tie_rate"])
+    """Loss, worst norm, ties and scores of low precision, its twin and the witness."""
+    metrics = ["train_loss", "spectral_norm_q", "tie_rate", "max_logit"]
+    figure = record_panels(rows, metrics, limits={"smoothed_train_loss": _later_losses(rows)})
     told = "; ".join(f"{row['label']}: {step_text(row)}" for row in rows)
-    words = f"Recipe {name}: runs on the same batches from the same weights. {told}."
+    words = f"Recipe {name}: same batches, same first weights; worst head at each step. {told}."
     source = archived(rows[0]["source"] | {"seeds": [rows[0]["seed"]]})
-    return caption(figure, words, source, alt=f"Three panels over the steps. {told}.")
+    return caption(figure, words, source, alt=f"Four panels over the steps. {told}.")
+
+
+def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
+    """Ends of the losses after the first tenth of each run, whose fall would hide all the rest."""
+    later = []
+    for row in rows:
+        kept = row["curves"]["train_loss"]
+        pairs = zip(kept["step"], kept["value"])
+        later += [v for step, v in pairs if v is not None and 10 * step >= kept["step"][-1]]
+    gap = 0.05 * (max(later) - min(later)) or 0.1
+    return min(later) - gap, max(later) + gap
 
 
 # -- the other arms -------------------------------------------------------------------------------
@@ -291,7 +317,7 @@ def arm_tables(rows: Sequence[Mapping]) -> Markdown:
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
     told = [f"- {standing(rows).data}"]
-    told += [f"- {line}" for line in recipe_lines(rows)]
+    told += [f"- {line}" for line in (*recipe_lines(rows), *signs_words(rows))]
     recipe = best_recipe(rows)
     for kind, prefix, words in (
         ("sites", "only_", "Attribution: with one rounding alone"),

@@ -40,7 +40,7 @@ METRICS = {
     "spectral_norm_q": ("spectral norm of W_Q", True),
     "spectral_norm_k": ("spectral norm of W_K", True),
     "tie_rate": ("rows with a tied maximum", False),
-    "max_logit": ("largest score", False),
+    "max_logit": ("largest score", True),
     "attention_entropy": ("attention entropy (nats)", False),
     "tokens_per_s": ("tokens per second", False),
 }
@@ -128,13 +128,17 @@ def panels(
 
 
 def _log_axis(axis) -> None:
-    """Logarithmic y, ticks at 1, 2 and 5 of each decade; linear for less than a factor of 4."""
+    """Logarithmic y, ticks at 1, 2 and 5 of each decade; linear for less than a factor of 4.
+
+    Over more than two decades, at powers of ten alone.
+    """
     drawn = np.concatenate([line.get_ydata() for line in axis.lines])
     drawn = drawn[np.isfinite(drawn) & (drawn > 0)]
     if not len(drawn) or drawn.max() < 4 * drawn.min():
         return
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+    subs = (1,) if drawn.max() > 100 * drawn.min() else (1, 2, 5)
+    axis.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=subs))
     axis.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
     axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
 

@@ -237,3 +237,12 @@ def test_what_is_missing_is_counted_and_priced(tmp_path):
         in line
     )
     assert "1.5 times 42,000 steps a run at 500 steps a second" in remaining_words(rows).data
+
+
+def test_a_run_that_was_cut_gives_way_to_a_longer_one():
+    common = {"recipe": "r", "arm": "low", "seed": 0, "forked_at": None, "kind": "stable"}
+    cut = common | {"status": "interrupted", "message": "stopped by SIGINT", "steps": 700}
+    whole = common | {"status": "interrupted", "message": "stopped, as asked", "steps": 1_800}
+    assert c6.of([cut, whole], "r", "low") == [whole]
+    assert c6.of([cut], "r", "low") == [cut]
+    assert c6.of([whole, whole], "r", "low") == [whole, whole]

@@ -1,0 +1,131 @@
+"""What a run shows before it fails, or without failing: ties, norms, scores and losses of records.
+
+For chapter 6, from archives alone. A run's *signs* are read from its kept curves, worst head at
+each step; onset, the declared sign, needs the twin (`gpt2.outcomes`) and stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from IPython.display import Markdown
+
+from .tables import markdown_table, number
+
+EARLY = 0.25  # of a run: what grows after that is compared with what was there by then
+GREW = 10.0  # times the early score: such a run is shown though it did not diverge
+LONG = 5_000  # steps below which a run without a failure shows no sign worth a line
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Worst head of one run: largest values with their steps, and what they grew from.
+
+    ties: (share of rows, step). norm: (spectral norm of W_Q, step). score: (largest score, step).
+    score_growth: over its largest value within the first EARLY of the run. loss_above_best: last
+    held-out loss above the lowest, nats. None where a curve is missing.
+    """
+
+    ties: tuple[float, int] | None
+    norm: tuple[float, int] | None
+    score: tuple[float, int] | None
+    score_growth: float | None
+    loss_above_best: float | None
+
+    @property
+    def grew(self) -> bool:
+        return self.score_growth is not None and self.score_growth >= GREW
+
+
+def signs(row: Mapping) -> Signs:
+    """Of one record (`book.records.record`)."""
+    last, best = row["held_out_loss"], row["best_held_out_loss"]
+    return Signs(
+        ties=_highest(row, "tie_rate"),
+        norm=_highest(row, "spectral_norm_q"),
+        score=_highest(row, "max_logit"),
+        score_growth=_growth(row, "max_logit"),
+        loss_above_best=None if None in (last, best) else last - best,
+    )
+
+
+def _curve(row: Mapping, name: str) -> tuple[np.ndarray, np.ndarray]:
+    kept = row["curves"].get(name, {"step": [], "value": []})
+    return np.array(kept["step"]), np.array(kept["value"], dtype=float)
+
+
+def _highest(row: Mapping, name: str) -> tuple[float, int] | None:
+    steps, values = _curve(row, name)
+    if not np.isfinite(values).any():
+        return None
+    at = int(np.nanargmax(values))
+    return float(values[at]), int(steps[at])
+
+
+def _growth(row: Mapping, name: str) -> float | None:
+    steps, values = _curve(row, name)
+    early = values[steps <= EARLY * steps[-1]] if len(steps) else values
+    if not np.isfinite(early).any() or np.nanmax(early) <= 0:
+        return None
+    return float(np.nanmax(values) / np.nanmax(early))
+
+
+def signs_table(rows: Sequence[Mapping]) -> Markdown:
+    """One line for each run from scratch of at least LONG steps, in the order given."""
+    lines = []
+    for row in rows:
+        if row["forked_at"] is not None or row["steps"] < LONG:
+            continue
+        found = signs(row)
+        onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
+        lines.append(
+            [
+                row["recipe"],
+                row["label"],
+                row["seed"],
+                f"{row['steps']:,}",
+                _at(found.ties, 2),
+                _at(found.norm, 0),
+                _at(found.score, 0),
+                number(found.score_growth, 1),
+                number(found.loss_above_best, 3),
+                onset,
+            ]
+        )
+    if not lines:
+        return Markdown(f"*No run of {LONG:,} steps or more is archived.*")
+    header = ["recipe", "arm", "seed", "steps", "tied rows, most", "norm of W_Q, most"]
+    header += ["largest score", "times its early value", "held-out loss above best", "onset"]
+    return markdown_table(header, lines)
+
+
+def _at(found: tuple[float, int] | None, digits: int) -> str:
+    return "none kept" if found is None else f"{found[0]:,.{digits}f} at {found[1]:,}"
+
+
+def signs_words(rows: Sequence[Mapping]) -> list[str]:
+    """A sentence for each low-precision run whose scores grew and that did not diverge."""
+    told = []
+    for row in rows:
+        found = signs(row)
+        if row["arm"] != "low" or row["forked_at"] is not None or row["kind"] == "diverged":
+            continue
+        if not found.grew or None in (found.ties, found.norm):
+            continue
+        onset = row["onset_step"]
+        judged = (
+            f"its onset against the twin is at step {onset:,}"
+            if onset is not None
+            else "no onset was judged, for want of a twin"
+        )
+        told.append(
+            f"The cycle without a divergence: in {row['recipe']}, seed {row['seed']}, the largest "
+            f"score grew to {found.score[0]:,.0f}, {found.score_growth:,.0f} times its early "
+            f"value, the worst head's norm of $W_Q$ to {found.norm[0]:,.0f}, and "
+            f"{100 * found.ties[0]:.0f} % of its rows tied at step {found.ties[1]:,}; held-out "
+            f"loss ended {found.loss_above_best:.3f} nats above its best at step "
+            f"{row['steps']:,}, short of the rule's one nat; {judged}."
+        )
+    return told
