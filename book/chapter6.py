@@ -17,6 +17,7 @@ from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS
 from .captions import Captioned, archived, caption
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
+from .onsets import judged
 from .record_figures import record_panels
 from .records import FAILED, failed_steps
 from .regimes import RECIPES
@@ -42,7 +43,8 @@ def gpu_archives(folder: Path = RESULTS) -> list[Archive]:
 def gpu_rows(found: Sequence[Archive]) -> list[dict]:
     """Records of all archived runs, each once, with `recipe`, `experiment`, `source`, `minutes`.
 
-    A run that several experiments share counts for the first of them.
+    A run that several experiments share counts for the first of them. Onsets of runs whose twin
+    lies in another archive are judged from both records.
     """
     out: dict[str, dict] = {}
     for archive in found:
@@ -55,7 +57,7 @@ def gpu_rows(found: Sequence[Archive]) -> list[dict]:
                 "minutes": (row["seconds"] or 0.0) / 60,
             }
             out.setdefault(row["run"], row | told)
-    return list(out.values())
+    return judged(list(out.values()))
 
 
 def _recipe_of(experiment: str) -> str:
@@ -346,7 +348,9 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
         elif low and not failed:
             longest = max(low, key=lambda row: row["steps"])
             cut = ", cut by the clock" if was_cut(longest) else ""
-            alive.append(f"{recipe} ({longest['steps']:,} steps{cut})")
+            sign = longest["onset_step"]
+            sign = "" if sign is None else f", onset at step {sign:,}"
+            alive.append(f"{recipe} ({longest['steps']:,} steps{sign}{cut})")
     lines = []
     if given_up:
         lines.append(
@@ -354,7 +358,7 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
             f"precision against the twin's; PyTorch's own attention): {', '.join(given_up)}."
         )
     if alive:
-        lines.append(f"No failure in bf16 as far as it was run: {', '.join(alive)}.")
+        lines.append(f"No divergence in bf16 as far as it was run: {', '.join(alive)}.")
     return lines
 
 

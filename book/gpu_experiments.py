@@ -32,7 +32,8 @@ def failure(name: str, how: Regime | None = None) -> Experiment:
     how = how or RECIPES[name]
     question = "Does bf16 fail where its twin with delta from an fp32 O does not?"
     found = in_regime(f"failure-{name}", how.low, question, how)
-    return replace(found, chapter=6, arms=(*found.arms, *_others(how.low)))
+    arms = (*found.arms, *_others(how.low))
+    return replace(found, chapter=6, arms=arms, heads=("spectral_norm_q", "tie_rate"))
 
 
 def _others(low: str) -> Iterable[Arm]:

@@ -5,6 +5,13 @@ diverges, by the rules of `gpt2.outcomes`, its twin with delta from an fp32 O is
 same batches to 1.5 times the steps; then PyTorch's own attention as a witness; then more seeds of
 both. A twin that diverges as well ends the confirmation: that failure is not delta's.
 
+    python -m book.recipes --recipes mini-lr3 --seeds 1,2 --arms low
+    python -m book.recipes --recipes mini-lr3 --seeds 0 --arms low,delta_fp32
+
+With `--arms` just these arms and seeds are run, whatever comes of them: a twin as far as its
+failing run, so that an onset can be judged where nothing diverged. An archive of today that holds
+one of the two is joined with the other (`book.onsets`).
+
 What to run next is decided from the run store alone, so the same command continues. Every try is
 archived in `book/results/recipes`, whatever came of it.
 """
@@ -32,10 +39,12 @@ from .evidence import (
     provenance,
     save_archive,
     seed_list,
+    split_names,
     time_limit,
 )
 from .experiments import Experiment
 from .gpu_experiments import failure
+from .onsets import judged
 from .records import collect
 from .regimes import RECIPES, Regime, get_recipe
 
@@ -66,17 +75,39 @@ TWIN, WITNESS, SEED, SEED_TWIN, FIRST = range(5)
 
 
 def wanted(
-    recipes: Mapping[str, Regime], known: Mapping[Key, Outcome], seeds: Sequence[int] = SEEDS
+    recipes: Mapping[str, Regime],
+    known: Mapping[Key, Outcome],
+    seeds: Sequence[int] = SEEDS,
+    arms: Sequence[str] = (),
 ) -> list[Try]:
     """Every try that the outcomes so far ask for, most urgent first; known ones among them.
 
     Among equals the recipe whose first failure came after the fewest steps goes first.
+    arms: these alone, for every seed, whatever the outcomes.
     """
+    if arms:
+        return list(_named(recipes, known, seeds, arms))
     first = [Try(name, "low", seeds[0], how.most, FIRST) for name, how in recipes.items()]
     diverged = [t for t in first if t.key in known and known[t.key].kind == "diverged"]
     diverged.sort(key=lambda t: known[t.key].failed_step)
     more = [t for f in diverged for t in _confirmation(f, recipes[f.recipe], known, seeds)]
     return [*sorted(more, key=lambda t: t.stage), *first]
+
+
+def _named(
+    recipes: Mapping[str, Regime],
+    known: Mapping[Key, Outcome],
+    seeds: Sequence[int],
+    arms: Sequence[str],
+) -> Iterator[Try]:
+    """Each arm for as many steps as low precision has, or to outlive it where it diverged."""
+    for name, how in recipes.items():
+        for seed in seeds:
+            low = known.get((name, "low", seed))
+            outliving = _outliving(low) if low is not None and low.kind == "diverged" else how.most
+            for arm in arms:
+                steps = how.most if arm == "low" else outliving
+                yield Try(name, arm, seed, steps, FIRST if arm == "low" else TWIN)
 
 
 def _confirmation(
@@ -112,6 +143,7 @@ class Search:
     pool: Pool
     seeds: Sequence[int] = SEEDS
     reserve: int = 0  # workers that first tries leave to confirmations
+    arms: Sequence[str] = ()  # these alone (see `wanted`)
     jobs: dict[Key, Job] = field(default_factory=dict)
     known: dict[Key, Outcome] = field(default_factory=dict)
     lost: dict[Key, str] = field(default_factory=dict)  # why a try cannot be had
@@ -136,10 +168,11 @@ class Search:
         """
         running = [key for key, job in self.jobs.items() if job in self.pool.running]
         firsts = sum(arm == "low" and seed == self.seeds[0] for _, arm, seed in running)
-        for asked in wanted(self.recipes, self.known, self.seeds):
-            if asked.key in self.known or asked.key in self.lost or asked.key in running:
+        room = bool(self.arms) or firsts < self.pool.workers - self.reserve
+        for asked in wanted(self.recipes, self.known, self.seeds, self.arms):
+            if self._done(asked) or asked.key in self.lost or asked.key in running:
                 continue
-            if asked.stage == FIRST and firsts >= self.pool.workers - self.reserve:
+            if asked.stage == FIRST and not room:
                 continue
             try:
                 job = self.jobs[asked.key] = self.job(asked)
@@ -152,6 +185,13 @@ class Search:
                 return self.next()
             return asked
         return None
+
+    def _done(self, asked: Try) -> bool:
+        """Whether its outcome is known, for as many steps as are asked of it by now."""
+        known = self.known.get(asked.key)
+        if known is None:
+            return False
+        return known.failed or self.jobs[asked.key].max_steps >= asked.steps
 
     def start(self) -> None:
         """Start what may start."""
@@ -231,16 +271,20 @@ def steps_per_s(run: Run) -> float | None:
 
 def rows_of(search: Search, recipe: str, runs: Mapping[tuple[str, int], Run]) -> list[dict]:
     """Records of a recipe's tries (`book.records.record`), with what the search adds to them."""
-    rows = collect(search.experiment(recipe), dict(runs))
+    experiment = search.experiment(recipe)
+    rows = collect(experiment, dict(runs))
     for row in rows:
         run, key = runs[row["arm"], row["seed"]], (recipe, row["arm"], row["seed"])
         speed = steps_per_s(run)
+        twin = runs.get((experiment.twin, row["seed"]))
         row |= {
             "recipe": recipe,
             "steps_asked": search.jobs[key].max_steps,
             "steps_per_s": None if speed is None else round(speed, 1),
             "minutes": round((row["seconds"] or 0.0) / 60, 2),
             "message": run.message,
+            "judged_from": None if twin is None else "metrics",
+            "judged_to": None if twin is None else min(run.step, twin.step),
             "code": run.info["environment"].get("code"),
         }
     return rows
@@ -261,8 +305,9 @@ def save(search: Search, folder: Path, commit: str | None = None) -> list[Path]:
             "recipes": {name: _told(search.recipes[name]) for name in names},
         }
         command = "python -m book.recipes --recipes " + ",".join(names)
+        command += f" --arms {','.join(search.arms)}" if search.arms else ""
         rows, told = _with_earlier(rows, told, mine, preset, folder)
-        paths.append(save_archive(told, rows, mine, preset, command, folder, commit))
+        paths.append(save_archive(told, judged(rows), mine, preset, command, folder, commit))
     return paths
 
 
@@ -296,6 +341,7 @@ def parser() -> argparse.ArgumentParser:
         "every try. The same command again continues.",
     )
     p.add_argument("--recipes", help="only these, separated by commas (default: all)")
+    p.add_argument("--arms", help="just these, for every seed: low,delta_fp32")
     p.add_argument("--list", action="store_true", help="say what each recipe is")
     p.add_argument("--seeds", default="0,1,2,3,4", help="the first is tried first (0,1,2,3,4)")
     p.add_argument(
@@ -309,9 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 nothing left to try, 2 bad input, 130 stopped. Archived in either case."""
     args = parser().parse_args(argv)
     try:
-        names = [n.strip() for n in args.recipes.split(",")] if args.recipes else list(RECIPES)
+        names = split_names(args.recipes) if args.recipes else list(RECIPES)
         recipes = {name: get_recipe(name) for name in names}
-        seeds = seed_list(args.seeds)
+        seeds, arms = seed_list(args.seeds), split_names(args.arms or "")
+        for arm in arms:
+            failure(names[0], recipes[names[0]]).arm(arm)
         where = dict(workers=args.workers, devices=args.devices, cache_dir=args.data)
         pool = Pool(RunStore(args.store), **where)
     except ValueError as error:
@@ -323,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {how.preset}, {how.low}, at most {how.most:,} steps; {told}")
         return 0
     reserve = args.workers // 4 if args.reserve is None else args.reserve
-    search = Search(recipes, pool, seeds, reserve)
+    search = Search(recipes, pool, seeds, reserve, arms)
 
     def archive() -> list[Path]:
         return save(search, Path(args.results), args.commit)
@@ -336,8 +384,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; the same command continues", file=sys.stderr)
         code = 130
     for path in archive():
-        print(path)
+        print("\n".join([str(path), *outcome_lines(path, names)]))
     return code
+
+
+def outcome_lines(path: Path, recipes: Sequence[str]) -> list[str]:
+    """One line for each archived run of these recipes, as judged against its twin."""
+    rows = json.loads(path.read_text())["rows"]
+    return [
+        f"  {_words((r['recipe'], r['arm'], r['seed']))}: {Outcome.from_dict(r['outcome'])}"
+        for r in rows
+        if r["recipe"] in recipes
+    ]
 
 
 if __name__ == "__main__":

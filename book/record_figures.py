@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.figure import Figure
 
 from gpt2.outcomes import Outcome
@@ -20,25 +19,9 @@ from . import ROOT
 from .captions import STYLE
 from .evidence import latest
 from .figures import panels
+from .records import SMOOTHED, record_metrics
 
-SMOOTHED = {"train_loss": "smoothed_train_loss"}
 PICTURE = ROOT / "book" / "pictures" / "failure.svg"
-
-
-def record_metrics(row: Mapping) -> dict[str, np.ndarray]:
-    """A record's curves as `Run.metrics()` has them: 'step' [n], values [n], NaN elsewhere.
-
-    The training loss of a record is smoothed already and goes by the name "smoothed_train_loss".
-    """
-    curves = row["curves"]
-    steps = np.unique(np.concatenate([curve["step"] for curve in curves.values()]))
-    out = {"step": steps}
-    for name, curve in curves.items():
-        values = np.full(len(steps), np.nan)
-        given = np.array([np.nan if v is None else v for v in curve["value"]], dtype=float)
-        values[np.searchsorted(steps, curve["step"])] = given
-        out[SMOOTHED.get(name, name)] = values
-    return out
 
 
 def record_panels(rows: Sequence[Mapping], metrics: Sequence[str], **options) -> Figure:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gpt2.outcomes import Outcome, OutcomeTracker, series, smooth, summarize, worst_head
+from gpt2.outcomes import (
+    ONSET_STEPS,
+    SIGNALS,
+    Onset,
+    Outcome,
+    OutcomeTracker,
+    series,
+    smooth,
+    summarize,
+    worst_head,
+)
 from gpt2.runs import Run
 
 from .experiments import Arm, Experiment
@@ -14,10 +25,11 @@ from .experiments import Arm, Experiment
 CURVE_POINTS = 160
 HEAD_POINTS = 60
 FAILED = ("diverged", "nonfinite")  # kinds of outcome
+SMOOTHED = {"train_loss": "smoothed_train_loss"}  # curves by their names as metrics
 
 
 def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str] = ()) -> dict:
-    """What the book keeps of a run: plain JSON types; curves of at most CURVE_POINTS points.
+    """What the book keeps of a run: plain JSON types; thinned curves (`curves`).
 
     heads: metrics that are kept for every head, [points][layer][head].
     """
@@ -43,6 +55,7 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str]
         "best_held_out_loss": outcome.best_held_out_loss,
         "worst_norm": outcome.worst_norm,
         "worst_tie_rate": outcome.worst_tie_rate,
+        "worst_heads": worst_heads(run.metrics(), outcome.onset),
         "seconds": run.state.get("duration_s"),
         "curves": curves(run.metrics()),
         "heads": head_curves(run.metrics(), heads),
@@ -59,8 +72,37 @@ def failed_steps(rows: Sequence[Mapping]) -> list[int]:
     return sorted(failed_step(r) for r in rows if r["kind"] in FAILED)
 
 
+def worst_heads(metrics: Mapping, onset: Onset | None = None) -> dict[str, dict | None]:
+    """The worst head by each signal of the onset rule, "end" at the last probe and at the "onset".
+
+    Signal -> {"step", "layer", "head", "value"}, counted from 0; None where there is no onset.
+    """
+    last = None if onset is None else onset.step
+    at_onset = None if onset is None else _worst_heads_at(metrics, last)
+    return {"end": _worst_heads_at(metrics), "onset": at_onset}
+
+
+def _worst_heads_at(metrics: Mapping, last: int | None = None) -> dict[str, dict]:
+    """At the last probe up to step `last`; a signal that was never measured is left out."""
+    out = {}
+    for name in SIGNALS:
+        steps, values = series(metrics, name)
+        position = len(steps) if last is None else np.searchsorted(steps, last, side="right")
+        if position:
+            (value,), (index,) = worst_head(values[position - 1 : position])
+            layer, head = divmod(int(index), values.shape[-1])
+            step = int(steps[position - 1])
+            out[name] = {"step": step, "layer": layer, "head": head, "value": _digits(value)}
+    return out
+
+
 def curves(metrics: dict) -> dict[str, dict[str, list]]:
-    """Name -> {"step": [...], "value": [...]}; training loss smoothed, worst heads."""
+    """Name -> {"step": [...], "value": [...]}; training loss smoothed, worst heads.
+
+    At most CURVE_POINTS points. The signals of the onset rule keep two points in every ONSET_STEPS
+    steps, where there were as many probes, and "head": [layer, head] of each, so that the rule can
+    be applied to a record (`book.onsets`).
+    """
     out = {}
     steps, losses = series(metrics, "train_loss")
     out["train_loss"] = _thin(steps, smooth(steps, losses))
@@ -68,9 +110,34 @@ def curves(metrics: dict) -> dict[str, dict[str, list]]:
     for name in ("spectral_norm_q", "tie_rate", "ones_share", "max_logit", "delta_bias"):
         steps, values = series(metrics, name)
         if len(steps) and values.ndim == 3:
-            out[name] = _thin(steps, worst_head(values)[0])
+            worst, index = worst_head(values)
+            most = _signal_points(steps) if name in SIGNALS else CURVE_POINTS
+            out[name] = _thin(steps, worst, most)
+            if name in SIGNALS:
+                heads = [list(divmod(int(i), values.shape[-1])) for i in index]
+                out[name]["head"] = [heads[i] for i in _kept(len(steps), most)]
     out["grad_norm"] = _thin(*series(metrics, "grad_norm"))
     return {name: curve for name, curve in out.items() if curve["step"]}
+
+
+def _signal_points(steps: np.ndarray) -> int:
+    return max(CURVE_POINTS, 1 + math.ceil(2 * (steps[-1] - steps[0]) / ONSET_STEPS))
+
+
+def record_metrics(row: Mapping) -> dict[str, np.ndarray]:
+    """A record's curves as `Run.metrics()` has them: 'step' [n], values [n], NaN elsewhere.
+
+    The training loss of a record is smoothed already and goes by the name "smoothed_train_loss".
+    """
+    curves = row["curves"]
+    steps = np.unique(np.concatenate([curve["step"] for curve in curves.values()]))
+    out = {"step": steps}
+    for name, curve in curves.items():
+        values = np.full(len(steps), np.nan)
+        given = np.array([np.nan if v is None else v for v in curve["value"]], dtype=float)
+        values[np.searchsorted(steps, curve["step"])] = given
+        out[SMOOTHED.get(name, name)] = values
+    return out
 
 
 def head_curves(metrics: dict, names: Sequence[str]) -> dict[str, dict[str, list]]:
@@ -102,10 +169,15 @@ def _kept(count: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round()).astype(int)
 
 
-def _thin(steps: np.ndarray, values: np.ndarray) -> dict[str, list]:
-    keep = _kept(len(steps), CURVE_POINTS)
-    finite = [None if not np.isfinite(v) else float(f"{v:.6g}") for v in np.asarray(values)[keep]]
+def _thin(steps: np.ndarray, values: np.ndarray, most: int = CURVE_POINTS) -> dict[str, list]:
+    keep = _kept(len(steps), most)
+    finite = [_digits(v) for v in np.asarray(values)[keep]]
     return {"step": np.asarray(steps)[keep].tolist(), "value": finite}
+
+
+def _digits(value: float) -> float | None:
+    """Six significant digits; None for what JSON cannot say."""
+    return float(f"{value:.6g}") if np.isfinite(value) else None
 
 
 def judge(experiment: Experiment, runs: dict[str, Run]) -> dict[str, Outcome]:

@@ -92,6 +92,8 @@ def _mini(steps: int = 27_000, **changes) -> Regime:
 
 RECIPES = {  # in the order in which they are tried; those that are decided come last
     "mini-lr3": _mini(36_000),
+    "mini-d3-lr3": _mini(48_000, n_layer=3),
+    "mini-d2-lr3": _mini(60_000, n_layer=2),
     "mini-lr5": _mini(learning_rate=5e-3),
     "small-lr10": _small(learning_rate=1e-2),
     "mini-b16-lr3": _mini(60_000, batch_size=16),

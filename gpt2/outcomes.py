@@ -146,12 +146,15 @@ def divergence(steps: Sequence[int], losses: Sequence[float]) -> OutcomeTracker:
 
 @dataclass(frozen=True)
 class Onset:
-    """Where a run leaves its twin: the first warning, in which head, and how far it stood out."""
+    """Where a run leaves its twin: the first warning, in which head, and how far it stood out.
+
+    layer, head: None where the rule was applied to a curve that does not say which head it is.
+    """
 
     step: int
     signal: str  # "tie_rate" or "spectral_norm_q"
-    layer: int
-    head: int
+    layer: int | None
+    head: int | None
     value: float
     twin_maximum: float
 

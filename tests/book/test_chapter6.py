@@ -145,6 +145,9 @@ def test_a_failure_that_the_twin_shares_is_not_deltas_and_an_unwell_witness_is_t
     shared, alive = c6.recipe_lines(found)
     assert "mini-b16-lr8 (1,046 against 912; 1 healthy (1 of them unwell))" in shared
     assert "tiny (900 steps, cut by the clock)" in alive
+    late = row("tiny", "low", 0, "onset", 900, status="interrupted", onset_step=700)
+    save(tmp_path, "recipes", [late])
+    assert "tiny (900 steps, onset at step 700" in c6.recipe_lines(read(tmp_path))[0]
     assert "| tiny |" not in c6.success_table(found).data  # a cut run is no trial
     assert "1 more were cut" in c6.standing(found).data
     assert "| 1 diverged | 1 healthy (1 of them unwell) |" in c6.success_table(found).data

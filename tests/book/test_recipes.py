@@ -71,6 +71,19 @@ def test_a_twin_that_fails_too_ends_the_confirmation():
     assert ("b", "sdpa", 0) not in keys(known)
 
 
+def test_named_arms_are_run_whatever_comes_of_them():
+    def tries(known, arms):
+        asked = wanted({"a": TWO["a"]}, known, seeds=(1, 2), arms=arms)
+        return [(t.arm, t.seed, t.steps) for t in asked]
+
+    assert tries({}, ["low"]) == [("low", 1, 200), ("low", 2, 200)]
+    both = ["low", "delta_fp32"]
+    pairs = [("low", 1, 200), ("delta_fp32", 1, 200), ("low", 2, 200), ("delta_fp32", 2, 200)]
+    assert tries({}, both) == pairs
+    known = {("a", "low", 1): Outcome("stable", last_step=199), ("a", "low", 2): diverged(180)}
+    assert tries(known, both) == [*pairs[:3], ("delta_fp32", 2, 271)]
+
+
 def test_recipes_are_what_they_say_and_no_names_of_presets():
     allowed = set(
         "n_layer n_head n_embd block_size batch_size learning_rate beta2 tokenizer".split()
@@ -166,6 +179,32 @@ def test_a_search_confirms_archives_and_goes_on_where_it_stopped(toys, capsys):
     assert other == path and len(archives("recipes", folder / "results")[0].rows) == len(rows)
 
 
+def test_a_twin_of_a_run_that_lives_is_run_as_far_and_onset_is_judged(toys, capsys, monkeypatch):
+    folder, made = toys
+    probed = Regime("exact", 30, changes=(*made["calm"].changes, ("probe_interval", 5)))
+    monkeypatch.setattr(recipes, "get_recipe", lambda name: probed)
+    asked = ["--recipes", "calm", "--seeds", "5", "--data", str(folder / "data")]
+    results = folder / "named-results"
+    asked += ["--results", str(results), "--workers", "1"]
+
+    def archived(arms, store):
+        assert recipes.main([*asked, "--arms", arms, "--store", str(folder / store)]) == 0
+        (kept,) = archives("recipes", results)
+        return {row["arm"]: row for row in kept.rows}
+
+    rows = archived("low", "first")
+    assert set(rows) == {"low"} and rows["low"]["judged_to"] is None
+    rows = archived("delta_fp32", "second")  # only the record of `low` is left here
+    assert rows["low"]["judged_from"] == "records" and rows["low"]["judged_to"] == 19
+    assert rows["delta_fp32"]["steps"] == 19 and rows["delta_fp32"]["judged_from"] == "metrics"
+    assert set(rows["low"]["heads"]) == {"spectral_norm_q", "tie_rate"}
+    told = capsys.readouterr().out
+    assert "calm low seed 5: no failure by step 19" in told
+    rows = archived("low,delta_fp32", "first")
+    assert rows["low"]["judged_from"] == "metrics" and rows["low"]["judged_to"] == 20
+    assert rows["low"]["worst_heads"]["end"]["tie_rate"]["layer"] in (0, 1)
+
+
 def search_of_nothing(done: Search, folder: Path) -> Search:
     """One that has seen a single one of the runs, as on another machine's store."""
     key = ("calm", "low", 0)
@@ -225,5 +264,7 @@ def test_evidence_takes_recipes_and_refuses_what_it_does_not_know(capsys):
 def test_bad_input_is_refused_in_one_sentence(capsys):
     assert recipes.main(["--recipes", "tinny"]) == 2
     assert "did you mean 'tiny'" in capsys.readouterr().err
+    assert recipes.main(["--recipes", "tiny", "--arms", "twin"]) == 2
+    assert "no arm 'twin'" in capsys.readouterr().err
     assert recipes.main(["--recipes", "tiny", "--list"]) == 0
     assert "learning_rate" not in capsys.readouterr().out

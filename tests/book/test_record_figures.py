@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from book.record_figures import record_metrics, record_panels
+from book.record_figures import record_panels
+from book.records import record_metrics
 from gpt2.outcomes import Outcome
 
 

@@ -1,0 +1,103 @@
+"""Onsets judged from records: low precision and its twin trained in different calls.
+
+Where both runs lie in one store, `book.records.judge` applies the rule of `gpt2.outcomes` to every
+probe. Where only records are left of one of them, `onset_from_records` applies the same rule to
+the points that the records keep. Its resolution is the largest distance between two such points:
+a sign may be dated so many steps late, and a dip between two of them goes unseen. Records keep two
+points in every ONSET_STEPS steps; a coarser one is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from gpt2.outcomes import ONSET_STEPS, SIGNALS, Onset, onset
+
+from .records import FAILED, failed_step, record_metrics
+
+TWIN = "delta_fp32"
+SAME_START = 0.01  # nats between the first losses of two runs on the same batches and weights
+
+
+def resolution(row: Mapping) -> int | None:
+    """Largest distance in steps between the kept points of a signal; None without any."""
+    steps = [row["curves"][name]["step"] for name in SIGNALS if name in row["curves"]]
+    gaps = [int(np.diff(s).max()) for s in steps if len(s) > 1]
+    return max(gaps, default=None)
+
+
+def onset_from_records(row: Mapping, twin: Mapping) -> Onset | None:
+    """The earliest onset in the kept points of a record against those of its twin, or None.
+
+    Layer and head are None in records that do not say which head was the worst.
+    Raises ValueError for records that are too coarse, or of runs that did not start alike.
+    """
+    step = resolution(row)
+    if step is None or step > ONSET_STEPS:
+        raise ValueError(
+            f"the record of {row['run']} keeps a point every {step} steps, too few for a rule "
+            f"over {ONSET_STEPS}; train both runs in one store"
+        )
+    if not _alike(row, twin):
+        raise ValueError(
+            f"{row['run']} and {twin['run']} began with other losses, so they are no pair; "
+            "compare runs of one seed and one corpus"
+        )
+    found = onset(_signals(row), _signals(twin), failed_step=failed_step(row))
+    if found is None:
+        return None
+    curve = row["curves"][found.signal]
+    layer, head = None, None
+    if "head" in curve:
+        layer, head = curve["head"][curve["step"].index(found.step)]
+    return replace(found, layer=layer, head=head)
+
+
+def _alike(row: Mapping, twin: Mapping) -> bool:
+    first, other = (r["curves"]["train_loss"]["value"][0] for r in (row, twin))
+    return first is not None and other is not None and abs(first - other) <= SAME_START
+
+
+def _signals(row: Mapping) -> dict[str, np.ndarray]:
+    """The worst heads' curves of a record as metrics [n, 1, 1]."""
+    metrics = record_metrics(row)
+    kept = {name: metrics[name][:, None, None] for name in SIGNALS if name in metrics}
+    return kept | {"step": metrics["step"]}
+
+
+def judged(rows: Sequence[Mapping]) -> list[dict]:
+    """The records, those without an onset judged again where their twin came farther since.
+
+    rows: records of runs from scratch with "recipe", of which a seed's twin may have been trained
+    in another call. A changed one says "judged_from": "records", "judged_to": the step up to which
+    both runs are known, and "resolution": steps.
+    """
+    twins = {(r["recipe"], r["seed"]): r for r in rows if r["arm"] == TWIN and _whole(r)}
+    out = []
+    for row in rows:
+        twin = twins.get((row["recipe"], row["seed"]))
+        asked = twin is not None and row["arm"] != TWIN and _whole(row) and row["onset"] is None
+        known = min(row["steps"], twin["steps"]) if asked else 0
+        out.append(_judged(row, twin, known) if known > (row.get("judged_to") or 0) else row)
+    return out
+
+
+def _whole(row: Mapping) -> bool:
+    return row["forked_at"] is None and "train_loss" in row["curves"]
+
+
+def _judged(row: Mapping, twin: Mapping, known: int) -> dict:
+    try:
+        found = onset_from_records(row, twin)
+    except ValueError:
+        return dict(row)
+    told = {"judged_from": "records", "judged_to": known, "resolution": resolution(row)}
+    if found is None:
+        return row | told
+    kind = row["kind"] if row["kind"] in FAILED else "onset"
+    outcome = row["outcome"] | {"kind": kind, "onset": asdict(found)}
+    told |= {"kind": kind, "onset": asdict(found), "onset_step": found.step, "outcome": outcome}
+    return row | told
