@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from .hardware import visible
+
 LAST_WORDS = 600  # characters of a failed child's output that its error shows
 
 
@@ -26,7 +28,7 @@ class Child:
 
     def __init__(self, command: list[str], log: Path, gpu: int | None = None):
         self.log, self.began = log, time.monotonic()
-        env = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        env = None if gpu is None else os.environ | visible(f"cuda:{gpu}")
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env

@@ -109,6 +109,24 @@ def bf16_warning(name: str, capability: tuple[int, int]) -> str | None:
     )
 
 
+def visible(device: str) -> dict[str, str]:
+    """The environment in which a process sees that device alone, and as its first.
+
+    "cuda:1" with CUDA_VISIBLE_DEVICES=4,6 is GPU 6. Raises ValueError if it is not there.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return {}
+    if kind != "cuda" or not index.isdigit():
+        raise ValueError(f"device {device!r} is unknown; use cpu, or cuda:0, cuda:1, ...")
+    count = torch.cuda.device_count()
+    if int(index) >= count:
+        raise ValueError(f"device {device}: PyTorch sees {count} GPUs here; choose another")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = names.split(",")[int(index)].strip() if names else index
+    return {"CUDA_VISIBLE_DEVICES": chosen}
+
+
 def environment(device: torch.device, world_size: int = 1) -> dict:
     """Where a run happened, as JSON: for captions and provenance."""
     return {

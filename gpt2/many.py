@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .config import RunConfig
 from .data import load_corpus
+from .hardware import visible
 from .runs import ENDED, Parent, Run, RunStore, RunWriter
 
 POLL_S = 0.2
@@ -178,26 +179,6 @@ class Pool:
             self.running.remove(job)
             _settle(job)
         return found
-
-
-def visible(device: str) -> dict[str, str]:
-    """The environment in which a process sees that device alone, and as its first.
-
-    "cuda:1" with CUDA_VISIBLE_DEVICES=4,6 is GPU 6. Raises ValueError if it is not there.
-    """
-    kind, _, index = device.partition(":")
-    if kind == "cpu" and not index:
-        return {}
-    if kind != "cuda" or not index.isdigit():
-        raise ValueError(f"device {device!r} is unknown; use cpu, or cuda:0, cuda:1, ...")
-    import torch
-
-    count = torch.cuda.device_count()
-    if int(index) >= count:
-        raise ValueError(f"device {device}: PyTorch sees {count} GPUs here; choose another")
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = names.split(",")[int(index)].strip() if names else index
-    return {"CUDA_VISIBLE_DEVICES": chosen}
 
 
 def _start(job: Job, store: RunStore, threads: int, cache_dir, scratch: Path) -> None:

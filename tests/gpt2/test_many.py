@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from trainer_helpers import ROOT, tiny, write_corpus
 
-from gpt2 import many
+from gpt2 import hardware, many
 from gpt2.runs import RunStore
 from gpt2.train import train, train_many
 
@@ -98,11 +98,11 @@ def test_workers_are_spread_over_devices_and_each_sees_its_own(place, monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(many, "_start", lambda *asked: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert many.visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert hardware.visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-7f")
-    assert many.visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "GPU-7f"}
+    assert hardware.visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "GPU-7f"}
     with pytest.raises(ValueError, match="sees 2 GPUs here"):
-        many.visible("cuda:2")
+        hardware.visible("cuda:2")
     pool = many.Pool(RunStore(place[1] / "x"), workers=4, devices=("cuda:0", "cuda:1"))
     pool._scratch = SimpleNamespace(name="unused")
     config = tiny(place[0])
