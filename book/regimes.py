@@ -94,6 +94,8 @@ RECIPES = {  # in the order in which they are tried; those that are decided come
     "mini-lr3": _mini(36_000),
     "mini-d3-lr3": _mini(48_000, n_layer=3),
     "mini-d2-lr3": _mini(60_000, n_layer=2),
+    "mini-t1024-lr3": _mini(36_000, block_size=1024, batch_size=32),
+    "mini-lr2": _mini(48_000, learning_rate=2e-3),
     "mini-lr5": _mini(learning_rate=5e-3),
     "small-lr10": _small(learning_rate=1e-2),
     "mini-b16-lr3": _mini(60_000, batch_size=16),
