@@ -226,6 +226,7 @@ def forward_constants(n: Numerics, scale: float, probe: bool) -> dict:
         P_DTYPE=_operand(n.probabilities),
         HP=high,
         PROBE=probe,
+        UNIT_EXACT=not raw or _power_of_two(scale),
         DRAWS=n.stochastic,
         **_site("S", n.scores),
         **_site("P", n.probabilities),

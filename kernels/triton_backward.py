@@ -31,6 +31,7 @@ from .triton_common import (
     load_rows,
     multiply,
     multiply_add,
+    round_operand,
     round_site,
     rounded_scores,
     store_rows,
@@ -170,14 +171,15 @@ def grad_keys_pass(
         if MASKED:
             p = tl.where(rows[None, :] >= cols[:, None], p, 0.0)
         do = load_rows(do_base, rows, Tq, do_row, do_col, DV, BLOCK_DV, not EVEN)
-        operand = round_site(p, seed, index, P_BITS, P_STOCHASTIC, BACKWARD_PROBABILITIES)
-        dv = multiply_add(operand.to(P_DTYPE), do, dv)
+        operand = round_operand(p, seed, index, P_BITS, P_STOCHASTIC, BACKWARD_PROBABILITIES,
+                                P_DTYPE)  # fmt: skip
+        dv = multiply_add(operand, do, dv)
         dp = multiply(v, tl.trans(do))
         dp = round_site(dp, seed, index, DP_BITS, DP_STOCHASTIC, GRAD_PROBABILITIES)
         delta = load_vector(delta_base, rows, Tq, 0.0, not EVEN)
         ds = p * (dp - delta[None, :])
-        ds = round_site(ds, seed, index, DS_BITS, DS_STOCHASTIC, GRAD_SCORES)
-        dk = multiply_add(ds.to(DS_DTYPE), q, dk)
+        ds = round_operand(ds, seed, index, DS_BITS, DS_STOCHASTIC, GRAD_SCORES, DS_DTYPE)
+        dk = multiply_add(ds, q, dk)
     return dk, dv
 
 
@@ -266,8 +268,8 @@ def grad_queries_pass(
         dp = multiply(do, tl.trans(v))
         dp = round_site(dp, seed, index, DP_BITS, DP_STOCHASTIC, GRAD_PROBABILITIES)
         ds = p * (dp - delta[:, None])
-        ds = round_site(ds, seed, index, DS_BITS, DS_STOCHASTIC, GRAD_SCORES)
-        dq = multiply_add(ds.to(DS_DTYPE), k, dq)
+        ds = round_operand(ds, seed, index, DS_BITS, DS_STOCHASTIC, GRAD_SCORES, DS_DTYPE)
+        dq = multiply_add(ds, k, dq)
     return dq
 
 

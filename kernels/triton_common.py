@@ -34,6 +34,7 @@ if _sentence := untested(triton.__version__):
     warnings.warn(_sentence, stacklevel=2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Numbers that tell the random streams of the sites apart (third word of the Philox counter).
 STREAMS = {
@@ -72,6 +73,24 @@ GRAD_V = tl.constexpr(STREAMS["grad_v"])
 
 
 @triton.jit
+def round_to_bf16(x):
+    """fp32 -> fp32 on the grid of bf16, ties to even: two numbers per conversion.
+
+    A cast and back compiles to a conversion of single numbers, which shares the slow unit of the
+    exponentials (16 results per clock and multiprocessor); that of pairs does not.
+    """
+    if INTERPRETED:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000; }""",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+
+
+@triton.jit
 def round_nearest_even(x, BITS: tl.constexpr):
     """fp32 -> fp32 with BITS fraction bits, 8 exponent bits, ties to even. x: any shape.
 
@@ -80,7 +99,7 @@ def round_nearest_even(x, BITS: tl.constexpr):
     if BITS >= 23:
         return x
     elif BITS == 7:
-        return x.to(tl.bfloat16).to(tl.float32)
+        return round_to_bf16(x)
     else:
         DROP: tl.constexpr = 23 - BITS
         bits = x.to(tl.int32, bitcast=True)
@@ -128,6 +147,18 @@ def round_site(x, seed, index, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, STR
 
 
 @triton.jit
+def round_operand(
+    x, seed, index, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, STREAM: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`round_site`, as an operand of a dot: in DTYPE, which holds the site's grid."""
+    if BITS == 7 and not STOCHASTIC and DTYPE == tl.bfloat16:
+        return x.to(tl.bfloat16)
+    else:
+        return round_site(x, seed, index, BITS, STOCHASTIC, STREAM).to(DTYPE)
+
+
+@triton.jit
 def multiply(a, b):
     """a @ b in fp32: matrix units for two 16-bit operands of one type, else fp32 without TF32."""
     if a.dtype == b.dtype and a.dtype != tl.float32:
@@ -163,10 +194,10 @@ def rounded_scores(
 @triton.jit
 def visible_keys(rows, cols, Tk, CAUSAL: tl.constexpr):
     """Which keys the rows see: [len(rows), len(cols)], or [1, len(cols)] if not CAUSAL."""
-    visible = cols[None, :] < Tk
     if CAUSAL:
-        visible = visible & (rows[:, None] >= cols[None, :])
-    return visible
+        return cols[None, :] < tl.minimum(rows + 1, Tk)[:, None]
+    else:
+        return cols[None, :] < Tk
 
 
 @triton.jit

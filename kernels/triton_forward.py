@@ -34,6 +34,7 @@ from .triton_common import (
     load_rows,
     multiply_add,
     round_nearest_even,
+    round_operand,
     round_site,
     rounded_scores,
     store_rows,
@@ -60,11 +61,62 @@ def shifted_reference(rm, many, beta, shift, min_offset, max_offset, POLICY: tl.
 
 
 @triton.jit
-def tile_reference(s, rm, beta, eps, shift, min_offset, max_offset, POLICY: tl.constexpr):
-    """The reference that the scores s of one tile ask for, -inf where none is visible."""
-    many = tl.sum((rm[:, None] - s <= eps).to(tl.int32), 1) > 1
-    m = shifted_reference(rm, many, beta, shift, min_offset, max_offset, POLICY)
-    return tl.where(rm == float("-inf"), rm, m)
+def number_below(x):
+    """The largest fp32 number below x, of the same shape."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0, bits - 1, tl.where(x < 0, bits + 1, -2147483647))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def count_negative(x):
+    """Numbers of each row that are below 0 (or -0), int32: their sign bits, added up.
+
+    Comparisons would wait in one of few predicates, and take twice the instructions.
+    """
+    return tl.sum(x.to(tl.uint32, bitcast=True) >> 31, 1).to(tl.int32)
+
+
+@triton.jit
+def below_ties(top, unit):
+    """The largest score that does not tie with `top`, the maximum of a row.
+
+    They tie if they are one number as S: times `unit`, in fp32. Unless that is a power of two, two
+    neighbours may round to one product (never three, but for subnormal ones).
+    """
+    lower = number_below(top)
+    return tl.where(lower * unit == top * unit, number_below(lower), lower)
+
+
+@triton.jit
+def count_ones(p, rounded, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, POLICY: tl.constexpr):
+    """How many P_bar of a row are 1 once rounded, int32."""
+    if STOCHASTIC or BITS >= 23 or POLICY == 1:  # a shift lets P_bar exceed 1
+        return tl.sum((rounded == 1.0).to(tl.int32), 1)
+    else:  # from halfway to the number below 1 on, since ties go to even
+        return count_negative(1.0 - 1.0 / (4 << BITS) - 1.0 / (1 << 24) - p)
+
+
+@triton.jit
+def two_largest(a, a_second, b, b_second):
+    """The largest and the second largest of two such pairs."""
+    known = tl.maximum(a_second, b_second, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), known, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tile_reference(s, beta, eps, shift, min_offset, max_offset, POLICY: tl.constexpr):
+    """(row maximum, reference) of the scores s of one tile, -inf where no key is visible.
+
+    More than one score lies within eps of the maximum if the second largest does.
+    """
+    if POLICY >= 2:
+        rm, second = tl.reduce((s, tl.full(s.shape, float("-inf"), tl.float32)), 1, two_largest)
+    else:
+        rm = tl.max(s, 1)
+        second = rm
+    m = shifted_reference(rm, rm - second <= eps, beta, shift, min_offset, max_offset, POLICY)
+    return rm, tl.where(rm == float("-inf"), rm, m)
 
 
 @triton.jit
@@ -117,8 +169,8 @@ def tiled_reference_pass(
         k = load_rows(k_base, cols, Tk, k_row, k_col, D, BLOCK_D, MASKED)
         s = score_block(q, k, rows, cols, row_base, scale, seed, Tk, BITS, STOCHASTIC, RAW,
                         CAUSAL, MASKED)  # fmt: skip
-        rm = tl.max(s, 1)
-        m = tl.maximum(m, tile_reference(s, rm, beta, eps, shift, min_offset, max_offset, POLICY))
+        rm, own = tile_reference(s, beta, eps, shift, min_offset, max_offset, POLICY)
+        m = tl.maximum(m, own)
         top = tl.maximum(top, rm)
     return m, top
 
@@ -132,7 +184,7 @@ def attend_pass(
     BLOCK_N: tl.constexpr, RUNNING: tl.constexpr, POLICY: tl.constexpr, RAW: tl.constexpr,
     S_BITS: tl.constexpr, S_STOCHASTIC: tl.constexpr, P_BITS: tl.constexpr,
     P_STOCHASTIC: tl.constexpr, SUM_ROUNDED: tl.constexpr, P_DTYPE: tl.constexpr,
-    PROBE: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PROBE: tl.constexpr, UNIT_EXACT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """P_bar, l and O_bar over key blocks lo..hi; under the running reference m moves as well."""
     for start in tl.range(lo, hi, BLOCK_N):
@@ -141,37 +193,33 @@ def attend_pass(
         s = score_block(q, k, rows, cols, row_base, scale, seed, Tk, S_BITS, S_STOCHASTIC, RAW,
                         CAUSAL, MASKED)  # fmt: skip
         if RUNNING:
-            rm = tl.max(s, 1)
-            if POLICY == 0:
-                m_new = tl.maximum(m, rm)
-            else:
-                m_new = tl.maximum(
-                    m, tile_reference(s, rm, beta, eps, shift, min_offset, max_offset, POLICY)
-                )
+            rm, own = tile_reference(s, beta, eps, shift, min_offset, max_offset, POLICY)
+            m_new = tl.maximum(m, own)
             rescale = tl.exp2((m - m_new) * (unit * LOG2E))
             l = l * rescale
             acc = acc * rescale[:, None]
             m = m_new
+        offset = s - m[:, None]
         if PROBE:
             if RUNNING:
-                scaled = s * unit
-                highest = tl.maximum(top, tl.max(scaled, 1))
-                ties = tl.where(highest > top, 0, ties)
+                highest = tl.maximum(top, rm)
+                ties = tl.where(highest * unit > top * unit, 0, ties)
                 top = highest
-                ties += tl.sum((scaled == top[:, None]).to(tl.int32), 1)
+            if POLICY == 0 and UNIT_EXACT:  # top is m
+                ties += BLOCK_N - count_negative(offset)
             else:
-                ties += tl.sum((s * unit == top[:, None]).to(tl.int32), 1)
-        p = tl.exp2((s - m[:, None]) * (unit * LOG2E))
+                ties += count_negative(below_ties(top, unit)[:, None] - s)
+        p = tl.exp2(offset * (unit * LOG2E))
         index = row_base[:, None] * Tk + cols[None, :]
-        rounded = round_site(p, seed, index, P_BITS, P_STOCHASTIC, PROBABILITIES)
+        rounded = round_operand(p, seed, index, P_BITS, P_STOCHASTIC, PROBABILITIES, P_DTYPE)
         if SUM_ROUNDED:
-            l += tl.sum(rounded, 1)
+            l += tl.sum(rounded.to(tl.float32), 1)
         else:
             l += tl.sum(p, 1)
         if PROBE:
-            ones += tl.sum((rounded == 1.0).to(tl.int32), 1)
+            ones += count_ones(p, rounded, P_BITS, P_STOCHASTIC, POLICY)
         v = load_rows(v_base, cols, Tk, v_row, v_col, DV, BLOCK_DV, MASKED)
-        acc = multiply_add(rounded.to(P_DTYPE), v, acc)
+        acc = multiply_add(rounded, v, acc)
     return acc, l, m, top, ties, ones
 
 
@@ -189,7 +237,7 @@ def forward_kernel(
     P_DTYPE: tl.constexpr, BAR_BITS: tl.constexpr, BAR_STOCHASTIC: tl.constexpr,
     O_BITS: tl.constexpr, O_STOCHASTIC: tl.constexpr,
     HP: tl.constexpr, HP_BITS: tl.constexpr, HP_STOCHASTIC: tl.constexpr,
-    PROBE: tl.constexpr, DRAWS: tl.constexpr,
+    PROBE: tl.constexpr, UNIT_EXACT: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. See the module's docstring."""
     blocks = tl.cdiv(Tq, BLOCK_M)
@@ -229,7 +277,6 @@ def forward_kernel(
             m, top, q, k_base, k_t, k_d, full, end, rows, row_base, scale, seed, Tk,
             beta, eps, shift, min_offset, max_offset,
             D, BLOCK_D, BLOCK_N, POLICY, S_BITS, S_STOCHASTIC, RAW, CAUSAL, True)  # fmt: skip
-        top = top * unit
     elif not RUNNING:
         first = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
         second = first
@@ -253,7 +300,7 @@ def forward_kernel(
             step = 1.0 if RAW else scale
             m = round_nearest_even(m * step, S_BITS)
             rival = round_nearest_even(rival * step, S_BITS)
-        top = m * unit
+        top = m
         if POLICY != 0:
             m = shifted_reference(m, m - rival <= eps, beta, shift, min_offset, max_offset, POLICY)
 
@@ -265,12 +312,12 @@ def forward_kernel(
         acc, l, m, top, ties, ones, q, k_base, k_t, k_d, v_base, v_t, v_d, 0, full, rows, row_base,
         scale, unit, seed, Tk, beta, eps, shift, min_offset, max_offset,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, RUNNING, POLICY, RAW, S_BITS, S_STOCHASTIC,
-        P_BITS, P_STOCHASTIC, SUM_ROUNDED, P_DTYPE, PROBE, CAUSAL, False)  # fmt: skip
+        P_BITS, P_STOCHASTIC, SUM_ROUNDED, P_DTYPE, PROBE, UNIT_EXACT, CAUSAL, False)  # fmt: skip
     acc, l, m, top, ties, ones = attend_pass(
         acc, l, m, top, ties, ones, q, k_base, k_t, k_d, v_base, v_t, v_d, full, end, rows,
         row_base, scale, unit, seed, Tk, beta, eps, shift, min_offset, max_offset,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, RUNNING, POLICY, RAW, S_BITS, S_STOCHASTIC,
-        P_BITS, P_STOCHASTIC, SUM_ROUNDED, P_DTYPE, PROBE, CAUSAL, True)  # fmt: skip
+        P_BITS, P_STOCHASTIC, SUM_ROUNDED, P_DTYPE, PROBE, UNIT_EXACT, CAUSAL, True)  # fmt: skip
 
     m = m * unit
     index = row_base[:, None] * DV + tl.arange(0, BLOCK_DV)[None, :]

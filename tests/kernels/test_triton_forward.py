@@ -121,6 +121,22 @@ def test_probes_change_no_bit_and_stochastic_sites_repeat():
     assert not torch.equal(plain.out, other.out)
 
 
+def test_neighbours_that_the_scale_merges_are_ties():
+    """Raw scores x and the number below it, where both times 0.1 round to one S."""
+    x = torch.linspace(1, 2, 200)
+    below = torch.nextafter(x, torch.zeros(()))
+    merged = (x * 0.1 == below * 0.1).nonzero().flatten()[:4]
+    k = torch.zeros(1, 8, 2, 16)
+    k[0, :4, :, 0] = torch.stack([below[merged], x[merged]], 1)
+    k[0, 4:, :, 0] = torch.stack([below[merged - 1], x[merged]], 1)
+    q = torch.zeros(1, 8, 1, 16)
+    q[..., 0] = 1.0
+    for text in ("exact", "exact,reference=running,tile=16"):
+        got, want = forwards(text, (q, k, k), False, 0.1)
+        assert torch.equal(got.ties, want.ties)
+        assert got.ties.flatten().tolist() == [2] * 4 + [1] * 4
+
+
 def test_without_the_repair_the_interpreters_dot_is_wrong():
     """Case 43: raw bit patterns multiplied."""
     from kernels import triton_common

@@ -1,4 +1,4 @@
-"""Rounding inside Triton kernels: the emulator's bits, in the interpreter."""
+"""Rounding inside Triton kernels: the emulator's bits, in the interpreter and on a GPU."""
 
 import math
 
@@ -9,7 +9,10 @@ from kernels import FP32
 from kernels.rounding import round_to
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.interpreted
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.interpreted),
+]
 
 
 def patterns(bits):
@@ -29,8 +32,8 @@ def patterns(bits):
 def rounded(x, bits, *, stochastic=False, seed=0, dtype=torch.float32):
     from kernels import triton_common
 
-    out = torch.empty(x.shape, dtype=dtype)
-    seed = torch.full((1,), seed, dtype=torch.int64)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    seed = torch.full((1,), seed, dtype=torch.int64, device=x.device)
     n = x.numel()
     triton_common.round_tensor_kernel[(-(-n // 4096),)](
         x, out, seed, n, 1, 1, n, n, 1, 1, DIM=n, BITS=bits, STOCHASTIC=stochastic,
@@ -45,17 +48,20 @@ def assert_same_bits(got, want):
     assert torch.equal(got[known].view(torch.int32), want[known].view(torch.int32))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", (0, 1, 2, 3, 4, 5, 6, 7, 10, 16, 22, 23))
-def test_nearest_even_is_bitwise_the_emulators(bits):
+def test_nearest_even_is_bitwise_the_emulators(bits, device):
     x = patterns(min(bits, 22))
-    assert_same_bits(rounded(x, bits), round_to(x, FP32.cut(bits)))
+    assert_same_bits(rounded(x.to(device), bits).cpu(), round_to(x, FP32.cut(bits)))
 
 
+@pytest.mark.interpreted
 def test_stores_to_bf16_round_to_nearest_even():
     x = patterns(7)
     assert_same_bits(rounded(x, 23, dtype=torch.bfloat16).float(), round_to(x, FP32.cut(7)))
 
 
+@pytest.mark.interpreted
 def test_without_the_repair_the_interpreter_truncates():
     """Case 43: the fault that the repair removes is there, and this project would call it bias."""
     from kernels import triton_common
@@ -73,6 +79,7 @@ def test_without_the_repair_the_interpreter_truncates():
     assert_same_bits(rounded(x, 7), want)
 
 
+@pytest.mark.interpreted
 def test_stochastic_rounding_follows_its_law():
     count = 2**15
     for bits, share in ((7, 0.25), (7, 0.9), (3, 0.5)):
@@ -81,6 +88,7 @@ def test_stochastic_rounding_follows_its_law():
         assert abs(up - share) < 5 * math.sqrt(share * (1 - share) / count) + 1e-4
 
 
+@pytest.mark.interpreted
 def test_stochastic_rounding_keeps_numbers_on_the_grid_and_repeats():
     x = round_to(patterns(4), FP32.cut(4))
     assert_same_bits(rounded(x, 4, stochastic=True, seed=1), x)
