@@ -92,6 +92,15 @@ def best_recipe(rows: Sequence[Mapping]) -> str | None:
     return min(score, key=score.get) if score else None
 
 
+def shown_recipe(rows: Sequence[Mapping]) -> str | None:
+    """The best recipe; where none diverged so, the first whose low precision shows an onset."""
+    best = best_recipe(rows)
+    if best is not None:
+        return best
+    names = dict.fromkeys(row["recipe"] for row in rows)
+    return next((n for n in names if any(r["onset_step"] for r in of(rows, n, "low"))), None)
+
+
 # -- what was tried -------------------------------------------------------------------------------
 
 
@@ -296,16 +305,21 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
 
 OTHER = {
     "failure": "What is said to help, and other numerics, from the start",
+    "failure-forked": "The same as forks of the failing run",
     "sites": "One site, or all but one, in low precision, as forks of the failing run",
     "isolation": "Other single changes, as forks of the failing run",
     "errors": "The error of delta changed, from the start",
     "errors-forked": "The error of delta changed, as forks of the failing run",
+    "optimizer": "With Muon for the hidden matrices",
+    "size-wide": "Twice as wide",
+    "size-deep": "Twice as deep",
+    "size-gpt2s": "In the size of GPT-2 small",
 }
 
 
 def arm_tables(rows: Sequence[Mapping]) -> Markdown:
-    """One table of arms for each experiment that is archived in the best recipe."""
-    recipe = best_recipe(rows)
+    """One table of arms for each experiment that is archived in the recipe shown."""
+    recipe = shown_recipe(rows)
     parts = []
     for kind, title in OTHER.items():
         mine = [r for r in rows if r["experiment"] == f"{kind}-{recipe}"]
@@ -320,7 +334,7 @@ def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
     told = [f"- {standing(rows).data}"]
     told += [f"- {line}" for line in (*recipe_lines(rows), *signs_words(rows))]
-    recipe = best_recipe(rows)
+    recipe = shown_recipe(rows)
     for kind, prefix, words in (
         ("sites", "only_", "Attribution: with one rounding alone"),
         ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),
@@ -363,11 +377,16 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
 
 
 def _who_failed(rows: Sequence[Mapping]) -> str:
-    """'failed: S rounded (1 of 1); did not: ...'."""
+    """'failed: S rounded (1 of 1); did not: ...'; an onset counts and is named where there is one.
+
+    A run whose parent shows an onset alone is asked for no more than that.
+    """
     failed, alive = [], []
+    signs = any(row["kind"] == "onset" for row in rows)
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]
-        count = sum(row["kind"] in FAILED for row in mine)
+        count = sum(row["kind"] in (*FAILED, "onset") for row in mine)
         words = f"{mine[0]['label']} ({count} of {len(mine)})"
         (failed if count else alive).append(words)
-    return f"failed: {', '.join(failed) or 'none'}; did not: {', '.join(alive) or 'none'}"
+    told = "failed or showed an onset" if signs else "failed"
+    return f"{told}: {', '.join(failed) or 'none'}; did not: {', '.join(alive) or 'none'}"

@@ -25,135 +25,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpt2.config import RunConfig, make_config
-from gpt2.data import load_corpus
-from gpt2.fork import parent_state
-from gpt2.runs import Parent, Run, RunStore
-from gpt2.train import train_many
+from gpt2.config import make_config
+from gpt2.outcomes import Outcome
+from gpt2.runs import Run, RunStore
 from kernels.machine import driver_version
 
 from . import ROOT
-from .experiments import EXPERIMENTS, Arm, Experiment
-from .forks import plan_fork
+from .experiment_runs import done, ended_runs, jobs, run_experiment
+from .experiments import EXPERIMENTS, Experiment
+from .forks import fork_end, fork_step
 from .gpu_experiments import BUILDERS
-from .records import collect, failed_step
+from .kept_captures import keep_captures
+from .onsets import archived_onsets
+from .records import collect
 from .regimes import get_recipe
+from .repeats import compare
 
 RESULTS = ROOT / "book" / "results"
-
-
-# -- running --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run to be: an arm, a seed and the config (of a fork: that of its parent)."""
-
-    arm: Arm
-    seed: int
-    config: RunConfig
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.arm.name, self.seed
-
-
-def jobs(
-    experiment: Experiment,
-    *,
-    seeds: Sequence[int] | None = None,
-    arms: Sequence[str] | None = None,
-    preset: str | None = None,
-) -> list[Job]:
-    """The chosen arms for every seed, seed by seed; a fork's parent arm is always among them.
-
-    Raises ValueError for an arm that the experiment lacks or a config that cannot work.
-    """
-    chosen = [experiment.arm(a) for a in (experiment.arm_names if arms is None else arms)]
-    if any(a.at is not None for a in chosen) and experiment.parent not in [a.name for a in chosen]:
-        chosen.insert(0, experiment.arm(experiment.parent))
-    seeds = experiment.seeds if seeds is None else seeds
-
-    def config(arm: Arm, seed: int) -> RunConfig:
-        of = arm if arm.at is None else experiment.arm(experiment.parent)
-        return of.config(experiment, seed, preset)
-
-    return [Job(a, s, config(a, s)) for s in seeds for a in chosen]
-
-
-def run_experiment(
-    experiment: Experiment,
-    *,
-    store: RunStore,
-    workers: int = 2,
-    devices: Sequence[str] = (),
-    progress: bool = True,
-    cache_dir: str | Path = "data",
-    stop_at: int | None = None,
-    **chosen,
-) -> dict[tuple[str, int], Run]:
-    """Run, continue or load the jobs (see `jobs` for `chosen`); returns {(arm, seed): run}.
-
-    devices: GPUs to spread the runs over (`gpt2.many.Pool`). stop_at: pause the runs from scratch
-    there; a later call without it continues them.
-    Arms from scratch come first, then forks from their states. Ctrl-C saves all runs and raises
-    KeyboardInterrupt. Raises RuntimeError naming the runs that crashed.
-    """
-    todo = jobs(experiment, **chosen)
-    common = dict(store=store, workers=workers, devices=devices, progress=progress)
-    common["cache_dir"] = cache_dir
-    fresh = [job for job in todo if job.arm.at is None]
-    done = train_many([job.config for job in fresh], max_steps=stop_at, **common)
-    runs = dict(zip([job.key for job in fresh], done))
-    _raise_crashed(runs)
-    forks = [job for job in todo if job.arm.at is not None]
-    if forks:
-        pairs = []
-        for job in forks:
-            parent = runs[experiment.parent, job.seed]
-            made = plan_fork(experiment, job.arm, parent)
-            state = parent_state(parent, made.at, progress=progress, cache_dir=cache_dir)
-            pairs.append((made.config, state))
-        runs |= dict(zip([j.key for j in forks], train_many(pairs, **common)))
-    _raise_crashed(runs)
-    return runs
-
-
-def _raise_crashed(runs: dict[tuple[str, int], Run]) -> None:
-    crashed = [run for run in runs.values() if run.status == "failed"]
-    if crashed:
-        raise RuntimeError("; ".join(f"{run.path.name} failed: {run.message}" for run in crashed))
-
-
-def ended_runs(
-    experiment: Experiment,
-    *,
-    store: RunStore,
-    cache_dir: str | Path = "data",
-    partial: bool = False,
-    **chosen,
-) -> dict[tuple[str, int], Run]:
-    """Those of the jobs whose runs have ended, without training anything.
-
-    partial: also those that were cut short, as far as they came, with status `interrupted`.
-    """
-    found: dict[tuple[str, int], Run] = {}
-    for job in sorted(jobs(experiment, **chosen), key=lambda j: j.arm.at is not None):
-        config, parent = job.config, None
-        corpus = load_corpus(config, cache_dir, progress=False)
-        if job.arm.at is not None:
-            source = found.get((experiment.parent, job.seed))
-            if source is None or not source.ended:
-                continue
-            made = plan_fork(experiment, job.arm, source)
-            config, parent = made.config, Parent(source.id, made.at, "")
-        path = store.path(config, corpus.sha256, parent)
-        if not (path / "status.json").exists():
-            continue
-        run = Run(path)
-        if run.ended or (partial and run.status == "interrupted" and run.step):
-            found[job.key] = run
-    return found
 
 
 # -- archives -------------------------------------------------------------------------------------
@@ -225,15 +113,35 @@ def write_archive(
     command: str | None = None,
 ) -> Path:
     """Write the archive of an experiment; the name says machine and date."""
-    ended = sum(run.ended for run in runs.values())
     told = {
         "experiment": experiment.name,
         "question": experiment.question,
-        "complete": ended >= len(experiment.arms) * len(experiment.seeds),
+        "complete": all(
+            job.key in runs and done(experiment, job, runs[job.key]) for job in jobs(experiment)
+        ),
     }
+    if experiment.repeated:
+        told["repeats"] = repeats(experiment, runs)
     command = command or f"python -m book.evidence {experiment.name} --preset {preset}"
-    rows = collect(experiment, runs)
-    return save_archive(told, rows, runs.values(), preset, command, folder, commit)
+    # A parent that was paused where its forks start is no run of its own.
+    kept = {
+        (arm, seed): run
+        for (arm, seed), run in runs.items()
+        if arm != experiment.parent or experiment.onset(seed) is None
+    }
+    path = save_archive(
+        told, collect(experiment, kept), runs.values(), preset, command, folder, commit
+    )
+    if experiment.captures:
+        keep_captures(runs, path.with_suffix(""))
+    return path
+
+
+def repeats(experiment: Experiment, runs: Mapping[tuple[str, int], Run]) -> dict[str, dict]:
+    """Seed -> how the two arms that are one run compare, for seeds that have both."""
+    first, again = experiment.repeated
+    both = [seed for arm, seed in runs if arm == first and (again, seed) in runs]
+    return {str(seed): compare(runs[first, seed], runs[again, seed]) for seed in both}
 
 
 def archive_path(name: str, source: Mapping, folder: Path = RESULTS) -> Path:
@@ -344,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         chosen = [with_settings(e, args.set) for e in _experiments(args.names, args.recipe)]
+        if args.recipe:
+            chosen = [with_onsets(e, args.recipe, Path(args.results)) for e in chosen]
         seeds = None if args.seeds is None else seed_list(args.seeds)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -369,6 +279,9 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
     start, code = time.monotonic(), 0
     try:
         print(f"{experiment.name}: {experiment.question}", flush=True)
+        for seed, onset in experiment.onsets:
+            at, until = fork_step(None, 0.5, onset), fork_end(None, None, onset)
+            print(f"  seed {seed}: onset at {onset.step:,}, so forks run {at:,} to {until:,}")
         run_experiment(
             experiment,
             workers=args.workers,
@@ -395,8 +308,8 @@ def _run_and_archive(experiment: Experiment, args, seeds) -> int:
         command = f"python -m book.evidence {name} {how}"
         path = write_archive(experiment, runs, preset, Path(args.results), args.commit, command)
         for row in collect(experiment, runs):
-            step = failed_step(row) or row["steps"]
-            print(f"  {row['label']:40} seed {row['seed']}: {row['kind']} {step}", flush=True)
+            told = Outcome.from_dict(row["outcome"])
+            print(f"  {row['label']:40} seed {row['seed']}: {told}", flush=True)
         print(f"{path} after {time.monotonic() - start:.0f} s", flush=True)
     return code
 
@@ -411,6 +324,15 @@ def with_settings(experiment: Experiment, told: Sequence[str]) -> Experiment:
         changes.append((key, value))
     make_config(experiment.preset, dict(changes))
     return replace(experiment, base=(*experiment.base, *changes))
+
+
+def with_onsets(experiment: Experiment, recipe: str, folder: Path = RESULTS) -> Experiment:
+    """The experiment with its forks placed by the recipe's archived onsets, where it has forks."""
+    if experiment.parent is None:
+        return experiment
+    kept = [a for where in {folder, RESULTS} for a in archives("recipes", where)]
+    found = archived_onsets([row for archive in kept for row in archive.rows], recipe)
+    return replace(experiment, onsets=tuple(sorted(found.items())))
 
 
 def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:

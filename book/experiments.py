@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gpt2.config import RunConfig, make_config
+from gpt2.outcomes import Onset
 from kernels.numerics import ScopedNumerics
 
 from .regimes import LOW, REGIMES, Regime, regime
@@ -46,6 +47,10 @@ class Experiment:
     twin: the arm whose running maxima define onset. parent: the arm that forks start from.
     until: forks end at this multiple of the steps that their parent took to fail (None: at the
     parent's last step). heads: metrics that archives keep for every head, of runs from scratch.
+    onsets: by seed, those of failing runs that did not diverge; they place the forks instead
+    (`book.forks`), and a fork's outcome is its onset or none against the fork of the twin.
+    stop_at: runs from scratch pause there. captures: archives keep captured heads beside the
+    numbers. repeated: two arms that are one run twice, to be compared bit for bit.
     """
 
     name: str
@@ -60,6 +65,14 @@ class Experiment:
     parent: str | None = None
     until: float | None = None
     heads: tuple[str, ...] = ()
+    onsets: tuple[tuple[int, Onset], ...] = ()
+    stop_at: int | None = None
+    captures: bool = False
+    repeated: tuple[str, str] | None = None
+
+    def onset(self, seed: int) -> Onset | None:
+        """What places the forks of a seed, if not the failure of their parent."""
+        return dict(self.onsets).get(seed)
 
     def arm(self, name: str) -> Arm:
         for arm in self.arms:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from gpt2.schema import RunConfig
 from kernels.numerics import SITE_NAMES, Site, parse_numerics
 
 from . import experiments
@@ -48,6 +49,22 @@ def _others(low: str) -> Iterable[Arm]:
     yield Arm("authors", "authors", "the authors' emulation")
 
 
+def failure_forked(name: str) -> Experiment:
+    """The arms of `failure` as forks of the failing run, beside one in which nothing changes."""
+    whole, how = failure(name), regime(name)
+    low, *others = whole.arms
+    same = Arm("same", how.low, "no change")
+    forks = [replace(arm, at=how.at) for arm in (same, *others)]
+    return replace(
+        whole,
+        name="failure-forked" if name == "cpu" else f"failure-forked-{name}",
+        question="Which of these prevents the failure when it begins just before it?",
+        arms=(low, *forks),
+        parent="low",
+        until=how.until,
+    )
+
+
 def dials(name: str) -> Experiment:
     """Both dials from 2 bits to bf16's 7, few bits first, since those runs end soonest."""
     if name not in RECIPES:
@@ -73,12 +90,12 @@ def sites(name: str) -> Experiment:
         Arm(name, text, label, at=how.at, group="one site")
         for name, text, label in _single_sites(how.low)
     ]
-    arms = [arm for arm in whole.arms if arm.group in kept]
+    parent, *others = (arm for arm in whole.arms if arm.group in kept)
     return replace(
         whole,
         name="sites" if name == "cpu" else f"sites-{name}",
         question="Which single rounding is enough for the failure, and which one must it have?",
-        arms=tuple(distinct([*arms, *only], how.config)),
+        arms=(parent, *distinct([*others, *only], how.config)),
     )
 
 
@@ -98,12 +115,124 @@ def _single_sites(low: str) -> Iterable[tuple[str, str, str]]:
     yield "only_row_sum", f"exact,row_sum={failing.output}", "l rounded, all else fp32"
 
 
+# -- other optimisers and sizes, captures, repetition ---------------------------------------------
+
+
+def _changed(name: str, kind: str, question: str, changes: dict) -> Experiment:
+    """Low precision and its twin with other settings; their names tell them from the recipe's."""
+    how = regime(name)
+    how = replace(how, changes=(*how.changes, *changes.items()))
+    whole = in_regime(f"{kind}-{name}", how.low, question, how)
+    arms = [replace(arm, name=f"{arm.name}_{kind}") for arm in whole.arms[:2]]
+    failing, twin = (arm.name for arm in arms)
+    return replace(
+        whole,
+        chapter=6,
+        arms=tuple(arms),
+        failing=failing,
+        twin=twin,
+        heads=("spectral_norm_q", "tie_rate"),
+    )
+
+
+def optimizer(name: str) -> Experiment:
+    """Muon, at its default rate, for the hidden matrices."""
+    question = "Does bf16 fail when Muon trains the hidden matrices?"
+    return _changed(name, "optimizer", question, {"optimizer": "muon"})
+
+
+def _wide(c: RunConfig) -> dict:
+    return {"n_embd": 2 * c.n_embd, "n_head": 2 * c.n_head}
+
+
+def _deep(c: RunConfig) -> dict:
+    return {"n_layer": 2 * c.n_layer}
+
+
+def _gpt2s(c: RunConfig) -> dict:
+    """GPT-2 small in the recipe's context and batch, at the paper's learning rate."""
+    return {"n_layer": 12, "n_head": 12, "n_embd": 768, "learning_rate": 1e-3}
+
+
+SIZES: dict[str, tuple[str, Callable[[RunConfig], dict]]] = {
+    "wide": ("twice as wide, with twice the heads", _wide),
+    "deep": ("twice as deep", _deep),
+    "gpt2s": ("of the size of GPT-2 small, at a learning rate of 1e-3", _gpt2s),
+}
+
+
+def size(name: str, which: str) -> Experiment:
+    words, changes = SIZES[which]
+    question = f"Does bf16 fail in a model {words}?"
+    return _changed(name, f"size-{which}", question, changes(regime(name).config))
+
+
+def captures(name: str) -> Experiment:
+    """q, k, v, dO and X of the worst head, and of the quietest of its layer, as forks.
+
+    At the first step, at the onset (or where the loss of a parent that diverged begins to leave)
+    and at the last step, one sequence each; of the twin the worst head alone, not at the first.
+    """
+    how = regime(name)
+    later = tuple(f"capture@{{{step}}}-{{{step}}}:{{top}}x1" for step in ("sign", "last"))
+    first = "capture@{first}-{first}:{top}x1"
+    quiet = tuple(c.replace("top", "quiet") for c in (first, *later))
+    told = (("probes", (first, *later, *quiet)),)
+    twin = f"{how.low},delta_output=fp32"
+    return Experiment(
+        name=f"captures-{name}",
+        question="What does attention see around the onset, and late?",
+        chapter=6,
+        preset=how.preset,
+        base=how.base,
+        seeds=(0,),
+        failing="low",
+        twin="delta_fp32",
+        parent="low",
+        until=how.until,
+        captures=True,
+        arms=(
+            Arm("low", how.low, "low precision", changes=how.forkable),
+            Arm("captured", how.low, "low precision, captured", changes=told, at=how.at),
+            Arm("delta_fp32", twin, "delta from an fp32 O", (("probes", later),), at=how.at),
+        ),
+    )
+
+
+def repeat(name: str) -> Experiment:
+    """The failing run's first eighth twice. The second is told from the first by a held-out loss
+    over one batch more, which training does not see."""
+    how = regime(name)
+    more = (("eval_batches", how.config.eval_batches + 1),)
+    return Experiment(
+        name=f"repeat-{name}",
+        question="Does the same run come out the same, bit for bit?",
+        chapter=6,
+        preset=how.preset,
+        base=how.base,
+        seeds=(0,),
+        stop_at=max(1, how.most // 8),
+        repeated=("first", "again"),
+        arms=(
+            Arm("first", how.low, "low precision", changes=how.forkable),
+            Arm("again", how.low, "the same again", changes=(*how.forkable, *more)),
+        ),
+    )
+
+
 # What is asked for by name, in the order of the chapters: a regime's name to the experiment in it.
 BUILDERS: dict[str, Callable[[str], Experiment]] = {
     "failure": failure,
+    "failure-forked": failure_forked,
     "dials": dials,
     "isolation": isolation,
     "sites": sites,
     "errors": errors,
     "errors-forked": partial(errors, forked=True),
+    "optimizer": optimizer,
+    "size-wide": partial(size, which="wide"),
+    "size-deep": partial(size, which="deep"),
+    "size-gpt2s": partial(size, which="gpt2s"),
+    "captures": captures,
+    "repeat": repeat,
 }

@@ -85,6 +85,21 @@ def judged(rows: Sequence[Mapping]) -> list[dict]:
     return out
 
 
+def archived_onsets(rows: Sequence[Mapping], recipe: str) -> dict[int, Onset]:
+    """Seed -> onset of the recipe's low-precision run, for seeds of which no run failed.
+
+    rows: as for `judged`. Of several runs of a seed the last one counts.
+    """
+    mine = [row for row in rows if row["recipe"] == recipe]
+    low = [row for row in judged(mine) if row["arm"] == "low" and row["forked_at"] is None]
+    failed = {row["seed"] for row in low if row["kind"] in FAILED}
+    return {
+        row["seed"]: Onset(**row["onset"])
+        for row in low
+        if row["onset"] is not None and row["seed"] not in failed
+    }
+
+
 def _whole(row: Mapping) -> bool:
     return row["forked_at"] is None and "train_loss" in row["curves"]
 

@@ -282,7 +282,6 @@ def rows_of(search: Search, recipe: str, runs: Mapping[tuple[str, int], Run]) ->
             "steps_asked": search.jobs[key].max_steps,
             "steps_per_s": None if speed is None else round(speed, 1),
             "minutes": round((row["seconds"] or 0.0) / 60, 2),
-            "message": run.message,
             "judged_from": None if twin is None else "metrics",
             "judged_to": None if twin is None else min(run.step, twin.step),
             "code": run.info["environment"].get("code"),

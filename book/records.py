@@ -42,6 +42,7 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str]
         "seed": seed,
         "run": run.id,
         "status": run.status,
+        "message": run.message,
         "steps": outcome.last_step,
         "kind": outcome.kind,
         "diverged_step": outcome.diverged_step,

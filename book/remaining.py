@@ -20,14 +20,6 @@ from .gpu_experiments import BUILDERS
 from .regimes import RECIPES
 from .tables import markdown_table, number
 
-# Wanted too, and no experiment of this book yet: archives of these names would hold them.
-NOT_DECLARED = {
-    "bf16-muon": "the recipe with Muon for the hidden matrices",
-    "bf16-size": "the recipe twice as wide and twice as deep; GPT-2 small for its early signs",
-    "bf16-captures": "captured heads around onset and divergence, for chapters 3 and 4",
-    "bf16-repeat": "the same run twice: bitwise or not",
-}
-
 
 def missing_runs(experiment: Experiment, recipe: str, rows: Sequence[Mapping]) -> list:
     """(arm, seed) of an experiment for which no archive has a run that came to its end.
@@ -92,7 +84,7 @@ def _hours(experiment: Experiment, left: Sequence, steps: float, pace: float) ->
 
 
 def remaining_words(rows: Sequence[Mapping]) -> Markdown:
-    """On what the costs rest, and what is wanted but no experiment yet."""
+    """On what the costs rest."""
     chosen = best_recipe(rows)
     if chosen is None:
         told = (
@@ -106,8 +98,4 @@ def remaining_words(rows: Sequence[Mapping]) -> Markdown:
             f"{pace:,.0f} steps a second, as archived, one run after the other. Runs side by side "
             "share a GPU; runs that fail early cost less."
         )
-    archived = {row["experiment"] for row in rows}
-    wanted = [words for name, words in NOT_DECLARED.items() if name not in archived]
-    lines = [f"- {words}" for words in wanted]
-    head = ["", "Wanted, and no experiment of this book yet:", ""] if lines else []
-    return Markdown("\n".join([told, *head, *lines]))
+    return Markdown(told)

@@ -70,20 +70,26 @@ def train_many(
     devices: Sequence[str] = (),
     progress: bool = True,
     cache_dir: str | Path = "data",
-    max_steps: int | None = None,
+    max_steps: int | None | Sequence[int | None] = None,
 ) -> list[Run]:
     """Train runs side by side and return them in the order asked for.
 
     configs: RunConfigs, or (config, parent) pairs for forks; the same run asked for twice is
     trained once. devices: as for `Pool`. max_steps: stop each there, resumable, its identity
-    unchanged (see `train`). A run that fails is returned with status `failed` and its message.
-    Ctrl-C stops all workers after their step, saved and resumable, and raises KeyboardInterrupt.
-    Raises ValueError before anything starts if a config or a device is bad.
+    unchanged (see `train`); one for all, or one for each. A run that fails is returned with status
+    `failed` and its message. Ctrl-C stops all workers after their step, saved and resumable, and
+    raises KeyboardInterrupt. Raises ValueError before anything starts if a config or a device is
+    bad.
     """
     common = dict(workers=workers, threads=threads, devices=devices, cache_dir=cache_dir)
     with Pool(store or RunStore(), **common) as pool:
         asked = [item if isinstance(item, tuple) else (item, None) for item in configs]
-        jobs = [pool.job(*item, max_steps=max_steps, progress=progress) for item in asked]
+        single = max_steps is None or isinstance(max_steps, int)
+        stops = [max_steps] * len(asked) if single else max_steps
+        jobs = [
+            pool.job(*item, max_steps=stop, progress=progress)
+            for item, stop in zip(asked, stops, strict=True)
+        ]
         todo = list({job.path: job for job in jobs if not job.done}.values())
         told = _Teller(len(todo), progress)
         waiting = list(todo)

@@ -177,6 +177,19 @@ def test_other_arms_are_told_by_experiment(tmp_path):
     assert words.endswith("- dials") and "error of $\\delta$ changed: not run in bf16" in words
 
 
+def test_arms_of_a_recipe_that_shows_an_onset_alone_are_told_too(tmp_path):
+    late = row("tiny", "low", 0, "onset", 900, status="interrupted", onset_step=700)
+    save(tmp_path, "recipes", [late, row("tiny", "delta_fp32", 0, "stable", 900)])
+    forks = [row("tiny", "only_scores", 0, "onset", 900, forked_at=600, onset_step=720)]
+    forks.append(row("tiny", "only_output", 0, "stable", 900, forked_at=600))
+    save(tmp_path, "sites-tiny", forks)
+    rows = read(tmp_path)
+    assert c6.best_recipe(rows) is None and c6.shown_recipe(rows) == "tiny"
+    assert "only_scores" in c6.arm_tables(rows).data
+    words = "failed or showed an onset: only_scores (1 of 1); did not: only_output (0 of 1)"
+    assert words in c6.what_you_saw(rows, "").data
+
+
 def dial_rows(seeds=(0, 1), limit=40_000):
     out = []
     for bits in (2, 3, 4, 5):

@@ -109,6 +109,7 @@ def test_a_record_says_what_was_run_not_what_the_template_asked():
         parent=SimpleNamespace(step=500),
         id="x",
         status="finished",
+        message="finished 200 steps",
         state={},
         metrics=lambda: norms_of(np.ones((2, 4))),
     )
