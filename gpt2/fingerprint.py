@@ -9,7 +9,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 # Tools that cannot change a run. (Outcomes stay in: they decide when a run stops.)
 _WITHOUT = {
-    "kernels": ("bench", "forensics"),
+    "kernels": ("bench", "compile_ahead", "forensics", "tuning"),
     "gpt2": (
         *("prepare", "fingerprint", "bench", "hardware", "many", "progress"),
         *("scaling", "scaling_runs", "scaling_parts", "children", "reduction"),

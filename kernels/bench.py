@@ -21,8 +21,8 @@ import math
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import triton_attention
+from .compile_ahead import compile_ahead
 from .machine import driver_version
 from .numerics import Numerics, flash, paper, stabilized
-from .triton_blocks import Blocks, choose_blocks
 
 TILED = stabilized(decide="tile").at(reference="running")
 OURS: dict[str, tuple[Numerics, bool]] = {  # name -> numerics, probes on
@@ -79,6 +79,13 @@ def shapes(quick: bool = False, tokens: int = 32_768) -> list[Shape]:
     ]
 
 
+def operands(shape: Shape) -> list[Tensor]:
+    """q, k, v, dO [batch, heads, seq_len, head_dim], bf16, the same at every call."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    size = (shape.batch, shape.heads, shape.seq_len, shape.head_dim)
+    return [torch.randn(size, generator=generator, device="cuda").bfloat16() for _ in range(4)]
+
+
 # -- implementations ------------------------------------------------------------------------------
 
 
@@ -113,21 +120,19 @@ def prepare(name: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, dO: Tensor
     )
 
 
-def _ours(n: Numerics, probe: bool, shape: Shape, q, k, v, dO, blocks=None) -> Calls:
+def _ours(n: Numerics, probe: bool, shape: Shape, q, k, v, dO) -> Calls:
     choices = dict(numerics=n, causal=shape.causal, scale=1 / math.sqrt(shape.head_dim))
     why = triton_attention.supports(n, device=q.device, dtype=q.dtype, head_dim=shape.head_dim)
     if why:
         raise ValueError(why)
-    forward_blocks = (blocks or {}).get("forward")
-    result = triton_attention.forward(q, k, v, probe=probe, blocks=forward_blocks, **choices)
+    result = triton_attention.forward(q, k, v, probe=probe, **choices)
 
     def forward():
-        found = triton_attention.forward(q, k, v, probe=probe, blocks=forward_blocks, **choices)
-        return found.out
+        return triton_attention.forward(q, k, v, probe=probe, **choices).out
 
     def backward():
         return triton_attention.backward(
-            dO, q, k, v, result.out, result.lse, result.delta_output, blocks=blocks, **choices
+            dO, q, k, v, result.out, result.lse, result.delta_output, **choices
         )
 
     return Calls(forward, backward)
@@ -143,6 +148,30 @@ def _flex(shape: Shape):
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+# -- compiling ahead ------------------------------------------------------------------------------
+
+
+def to_compile(of: Sequence[Shape], names: Sequence[str]) -> list[tuple[str, Shape]]:
+    """(implementation, shape) of every first call that compiles. Slow ones first.
+
+    Ours compile once per mask and head dimension, on a small shape; FlexAttention at each shape.
+    """
+    flex = [("flex", shape) for shape in of if "flex" in names]
+    small = {replace(shape, seq_len=256, batch=1, heads=2): None for shape in of}
+    return flex + [(name, shape) for shape in small for name in OURS if name in names]
+
+
+def compile_one(name: str, shape: Shape) -> None:
+    """Call an implementation once in each direction (in a worker)."""
+    from torch._inductor import config
+
+    config.compile_threads = 1  # the workers are many already
+    calls = prepare(name, shape, *operands(shape))
+    calls.forward()
+    calls.backward()
+    torch.cuda.synchronize()
 
 
 # -- correctness and time -------------------------------------------------------------------------
@@ -217,11 +246,7 @@ def ceiling(size: int = 8192) -> float:
 
 def measure(shape: Shape, names=IMPLEMENTATIONS, directions=DIRECTIONS, progress=print) -> list:
     """Rows of one shape, one per implementation and direction."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    size = (shape.batch, shape.heads, shape.seq_len, shape.head_dim)
-    q, k, v, dO = (
-        torch.randn(size, generator=generator, device="cuda").bfloat16() for _ in range(4)
-    )
+    q, k, v, dO = operands(shape)
     truth = reference(shape, q, k, v, dO)
     rows = []
     for name in names:
@@ -330,6 +355,12 @@ def _key(row: dict) -> tuple:
 def run(*, quick=False, limit_s: float | None = None, names=IMPLEMENTATIONS, progress=print):
     """All rows within about `limit_s` seconds: {'provenance', 'ceiling_tflops', 'rows'}."""
     began = time.monotonic()
+    ahead = to_compile(shapes(quick), names)
+    share = 60.0 if limit_s is None else min(60.0, 0.4 * limit_s)
+    for (name, shape), failed in zip(ahead, compile_ahead(compile_one, ahead, limit_s=share)):
+        if failed:
+            progress(f"  {name} {shape}: {failed}")
+    progress(f"[{time.monotonic() - began:5.0f} s] {len(ahead)} first calls compiled")
     best_possible = ceiling()
     rows, skipped = [], []
     for shape in shapes(quick):
@@ -348,80 +379,25 @@ def run(*, quick=False, limit_s: float | None = None, names=IMPLEMENTATIONS, pro
     return result | dict(left_out=len(skipped))
 
 
-# -- tuning ---------------------------------------------------------------------------------------
-
-
-def candidates(kernel: str, head_dim: int, tile: int | None) -> list[Blocks]:
-    """Block choices worth a measurement on a Hopper GPU, the likeliest first."""
-    from .triton_blocks import HOPPER_SHARED, pad, shared_bytes
-
-    rows = (128, 64) if kernel != "grad_keys" else (64, 32, 128)
-    cols = (tile,) if tile else (128, 64) if kernel != "grad_queries" else (64, 32, 128)
-    dim = pad(head_dim)
-    found = []
-    for stages in (2, 3, 1, 4):
-        for block_m in rows:
-            for block_n in cols:
-                # limits that let three programs of 4 warps, or two of 8, share a multiprocessor
-                for warps, registers in ((8, 0), (4, 0), (4, 168), (8, 128)):
-                    blocks = Blocks(block_m, block_n, warps, stages, registers)
-                    fits = shared_bytes(kernel, blocks, dim, dim, 2) <= HOPPER_SHARED
-                    if fits and 2048 <= block_m * block_n <= 4096 * warps:
-                        found.append(blocks)
-    return found
-
-
-def tune(head_dim: int, name: str, *, seq_len: int = 2048, limit_s: float = 240.0, progress=print):
-    """Time every candidate of the three kernels for one implementation; prints best rows first.
-
-    The running reference keeps its tile: tune `flash` with another tile by giving other numerics.
-    """
-    n, probe = OURS[name]
-    shape = Shape(True, head_dim, seq_len, 32_768 // seq_len, 768 // head_dim)
-    size = (shape.batch, shape.heads, shape.seq_len, shape.head_dim)
-    q, k, v, dO = (torch.randn(size, device="cuda").bfloat16() for _ in range(4))
-    kernels = ("forward", "grad_keys", "grad_queries")
-    best = {}
-    for kernel in kernels:
-        began, found = time.monotonic(), []
-        fixed = n.tile if kernel == "forward" and n.reference == "running" else None
-        for blocks in candidates(kernel, head_dim, fixed):
-            if time.monotonic() - began > limit_s / len(kernels):
-                progress(f"{kernel}: stopped by the time limit after {len(found)} choices")
-                break
-            try:
-                calls = _ours(n, probe, shape, q, k, v, dO, blocks={kernel: blocks})
-                call = calls.forward if kernel == "forward" else calls.backward
-                found.append((time_call(call, least_ms=20.0)[1], blocks))
-            except Exception as error:
-                progress(f"{kernel} {blocks}: {type(error).__name__} {str(error)[:80]}")
-        found.sort(key=lambda pair: pair[0])
-        for ms, blocks in found[:6]:
-            progress(f"{kernel} D={head_dim} {name}: {ms:.3f} ms {blocks}")
-        shipped = choose_blocks(kernel, head_dim=head_dim, tile=fixed)
-        told = [ms for ms, blocks in found if blocks == shipped]
-        progress(f"{kernel} D={head_dim} {name}: shipped {shipped}: {told or 'not measured'}")
-        best[kernel] = found[0][1] if found else None
-    return best
-
-
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="causal, two lengths")
     parser.add_argument("--json", metavar="PATH", help="write provenance and rows to this file")
     parser.add_argument("--limit-s", type=float, default=None, help="start no shape after this")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
-    parser.add_argument("--tune", action="store_true", help="measure other block choices")
+    parser.add_argument("--tune", action="store_true", help="measure our block choices instead")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here; the bench measures GPUs")
     if args.tune:
-        for name in [n for n in args.only if n in OURS] or ["ours-flash"]:
-            for head_dim in (64, 128):
-                tune(head_dim, name, limit_s=args.limit_s or 240.0)
-        return
-    result = run(quick=args.quick, limit_s=args.limit_s, names=args.only)
-    print(table(result["rows"], result["ceiling_tflops"]))
+        from . import tuning
+
+        names = [name for name in args.only if name in OURS]
+        result = tuning.run(names, limit_s=args.limit_s or 110.0)
+        print(tuning.table(result["rows"]))
+    else:
+        result = run(quick=args.quick, limit_s=args.limit_s, names=args.only)
+        print(table(result["rows"], result["ceiling_tflops"]))
     print(json.dumps(result["provenance"]))
     if args.json:
         path = Path(args.json)
