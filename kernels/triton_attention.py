@@ -280,7 +280,7 @@ def _plan(kernel: str, key: str, D: int, DV: int, itemsize: int, limit: int, sca
 def launch_arguments(
     kernel: str, n: Numerics, blocks: Blocks, D: int, DV: int, scale: float, probe: bool
 ) -> dict:
-    """Constexpr arguments and options of a launch, all but CAUSAL (and EVEN)."""
+    """Constexpr arguments and options of a launch, all but CAUSAL (EVEN and GROUPED)."""
     if kernel == "forward":
         constants = forward_constants(n, scale, probe)
     elif kernel == "grad_keys":
@@ -479,7 +479,7 @@ def backward(
             delta, delta_k = _deltas(n, dO, out, delta_output, number, seed)
         kernels.grad_keys_kernel[_programs(Tk, per_key.block_n, B * Hkv)](
             q, k, v, dO, lse, delta_k, dk, dv, seed, *strides, *scalars,
-            CAUSAL=causal, EVEN=Tq % per_key.block_m == 0, **for_keys,
+            CAUSAL=causal, EVEN=Tq % per_key.block_m == 0, GROUPED=H != Hkv, **for_keys,
         )  # fmt: skip
         kernels.grad_queries_kernel[_programs(Tq, per_row.block_m, B * H)](
             q, k, v, dO, lse, delta, dq, seed, *strides, *scalars, CAUSAL=causal, **for_queries

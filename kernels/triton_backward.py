@@ -162,6 +162,8 @@ def grad_keys_pass(
     """Adds queries lo..hi to dK, dV. Blocks are transposed: [BLOCK_N keys, BLOCK_M queries]."""
     for start in tl.range(lo, hi, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
+        if EVEN:
+            rows = tl.max_contiguous(tl.multiple_of(rows, BLOCK_M), BLOCK_M)
         index = (head_base + rows)[None, :] * Tk + cols[:, None]
         q = load_rows(q_base, rows, Tq, q_row, q_col, D, BLOCK_D, not EVEN)
         # beyond the last query lse = inf, so P = 0
@@ -194,7 +196,7 @@ def grad_keys_kernel(
     P_STOCHASTIC: tl.constexpr, P_DTYPE: tl.constexpr, DP_BITS: tl.constexpr,
     DP_STOCHASTIC: tl.constexpr, DS_BITS: tl.constexpr, DS_STOCHASTIC: tl.constexpr,
     DS_DTYPE: tl.constexpr, G_BITS: tl.constexpr, G_STOCHASTIC: tl.constexpr,
-    EVEN: tl.constexpr, DRAWS: tl.constexpr,
+    EVEN: tl.constexpr, GROUPED: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """dK, dV [B, Hkv, Tk, D or Dv] of one block of BLOCK_N keys."""
     blocks = tl.cdiv(Tk, BLOCK_N)
@@ -220,9 +222,12 @@ def grad_keys_kernel(
         free = 0
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for member in tl.range(0, GROUP):
+    # Not GROUPED (H = Hkv), this loop vanishes, and with it some 30 registers.
+    for member in tl.range(0, GROUP if GROUPED else 1):
         h = kv * GROUP + member
         head_base = (b * H + h) * Tq
+        if EVEN:  # lse and delta then load in pairs
+            head_base = tl.multiple_of(head_base, BLOCK_M)
         q_base = q_ptr + b * q_b + h * q_h
         do_base = do_ptr + b * do_b + h * do_h
         if CAUSAL:

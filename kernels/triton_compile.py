@@ -77,7 +77,8 @@ def compile_offline(
     arguments = host.launch_arguments(kernel, numerics, blocks, head_dim, head_dim, scale, probe)
     options = host._options(blocks)
     constants = {name: x for name, x in arguments.items() if name not in options}
-    constants |= dict(CAUSAL=causal) | (dict(EVEN=True) if kernel == "grad_keys" else {})
+    constants |= dict(CAUSAL=causal)
+    constants |= dict(EVEN=True, GROUPED=False) if kernel == "grad_keys" else {}
     signature, attributes = {}, {}
     for place, name in enumerate(function.arg_names):
         kind = _argument(name, numerics, dtype)
