@@ -35,7 +35,7 @@ class Plan:
     until: int
 
 
-PLANS = {"cpu": Plan("L0+1x16", 100, 4_500), "mini": Plan("L1x1", 250, 18_000)}
+PLANS = {"cpu": Plan("L0+1x16", 100, 4_500), "mini": Plan("L1x1", 250, 6_000)}
 ELSEWHERE = Plan("worstx4", 5_000, 600_000)
 
 

@@ -5,6 +5,7 @@ Chapters run a few arms of them live; `book.evidence` runs all of them and archi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -122,11 +123,12 @@ FAILURE_OUTPUT = in_regime(
 
 
 def failure(preset: str = "cpu") -> Experiment:
-    """The failing arm and its twins: a smaller bf16 on the cpu preset, bf16 itself elsewhere."""
+    """The failing arm and its twins in the regime of a preset: bf16 itself where it has none."""
     if preset == "cpu":
         return FAILURE
-    question = "Does bf16 fail where its twin with delta from an fp32 O does not?"
-    how = Regime("paper", make_config(preset).max_steps, preset=preset)
+    what = "a smaller bf16" if preset in REGIMES else "bf16"
+    question = f"Does {what} fail where its twin with delta from an fp32 O does not?"
+    how = regime(preset)
     return in_regime(f"failure-{preset}", how.low, question, how)
 
 
@@ -146,25 +148,40 @@ DIALS = Experiment(
 
 
 def dials(preset: str = "cpu") -> Experiment:
-    """Both dials at the bits that a preset can resolve: 1 to 4 on cpu, 3 to 7 (bf16) elsewhere."""
+    """Both dials at the bits that a preset can resolve: 1 to 4 on cpu, 2 to 7 (bf16) elsewhere."""
     if preset == "cpu":
         return DIALS
-    bits = (3, 4, 5, 6, 7)
+    bits = (2, 3, 4, 5, 6, 7)
     arms = dial_arms("output", "paper,output_bits={}", bits)
     arms += dial_arms("matched", "paper,matched_bits={}", bits)
-    return replace(DIALS, name=f"dials-{preset}", preset=preset, base=(), arms=arms)
+    base = regime(preset).base
+    return replace(DIALS, name=f"dials-{preset}", preset=preset, base=base, arms=arms)
 
 
-# What chapters run while they are read: the step at which cpu runs pause (seed 0 fails at about
-# 1,500 to 2,200, by machine), and fraction bits of the dials.
-LIVE_STEPS = {"cpu": 2_300}
-LIVE_DIAL_BITS = {"cpu": (2, 3)}
+# What chapters run while they are read: the step at which runs pause (on cpu seed 0 fails at about
+# 1,500 to 2,200, by machine), and fraction bits of the dials. On one GPU all chapters together
+# train some 13,000 steps of mini, 64 a second.
+LIVE_STEPS = {"cpu": 2_300, "mini": 2_000}
+LIVE_DIAL_BITS = {"cpu": (2, 3), "mini": (2,)}
+
+
+def live_workers(preset: str) -> int:
+    """Runs side by side in a chapter: on a GPU they share it and gain no more than their starts.
+
+    On a CPU one thread each: two, or half the cores, up to six.
+    """
+    if make_config(preset).device_type() == "cuda":
+        return 3
+    return max(2, min(6, (os.cpu_count() or 2) // 2))
 
 
 # -- chapter 2: isolation -------------------------------------------------------------------------
 
 
-LIVE_ISOLATION = ("same", "exact", "delta_fp32", "delta_dP_P", "only_L0", "only_L1")
+LIVE_ISOLATION = {
+    "cpu": ("same", "exact", "delta_fp32", "delta_dP_P", "only_L0", "only_L1"),
+    "mini": ("same", "exact", "delta_fp32"),
+}
 SITES = {
     "inputs": "Q, K, V and dO",
     "scores": "S",
@@ -285,7 +302,7 @@ LAYERS = Experiment(
 # Mean and rms of delta_lp - delta_hp in each layer, as measured in the failing run of the preset
 # (cpu: seed 0, step 600; the mean over the layer's heads). Chapter 3 prints them as it finds them.
 INJECTED = {"cpu": ((2.7e-6, 5.3e-5), (5e-8, 3.5e-6))}
-LIVE_ERRORS = ("sham", "mirror", "random_sign")
+LIVE_ERRORS = {"cpu": ("sham", "mirror", "random_sign"), "mini": ("sham", "mirror")}
 
 
 def errors(preset: str = "cpu", *, forked: bool = False, until: float | None = None) -> Experiment:

@@ -65,12 +65,20 @@ def test_sentences_name_seeds_only_when_there_are_several():
     assert "(seed 1)" in outcome_sentences([LOW, TWIN | {"seed": 1}])
 
 
-def test_a_gpu_preset_asks_about_bf16_itself():
-    from book.experiments import FAILURE, dials, failure
+def test_a_gpu_preset_has_a_regime_of_its_own_or_asks_about_bf16_itself():
+    from book.captured import captured_config
+    from book.experiments import FAILURE, dials, errors, failure, isolation
 
     assert failure("cpu") is FAILURE
     mini = failure("mini")
-    assert mini.preset == "mini" and mini.arm("low").attention == "paper"
+    assert mini.preset == "mini" and mini.arm("low").attention == "paper,output_bits=4"
     config = mini.arm("low").config(mini, 2)
-    assert config.n_layer == 6 and config.init_seed == 2 and config.max_steps == 18_000
-    assert [a.attention for a in dials("mini").arms][4] == "paper,output_bits=7"
+    assert config.n_layer == 6 and config.init_seed == 2 and config.max_steps == 6_000
+    assert failure("gpt2s").arm("low").attention == "paper"
+    dial = dials("mini")
+    assert [a.attention for a in dial.arms][5] == "paper,output_bits=7"
+    four = dial.arm("output4").config(dial, 2)
+    assert four.at(probes=config.probes).identity() == config.identity()
+    parents = [e("mini") for e in (isolation, lambda p: errors(p, forked=True))]
+    assert all(e.arm("low").config(e, 2) == config for e in parents)
+    assert captured_config("mini", 2) == config  # one run for chapters 1 to 4

@@ -49,7 +49,8 @@ def test_arms_differ_in_numbers_and_every_intervention_is_asked_once(preset):
     told = [label for arm in experiment.arms for label in (arm.label, *arm.also)]
     assert len(told) == len(set(told))
     assert {"no tiling", "delta from dP and P", "S in fp32", "l in fp32"} <= set(told)
-    assert set(LIVE_ISOLATION) <= set(experiment.arm_names)
+    assert set(LIVE_ISOLATION[preset]) <= set(experiment.arm_names)
+    assert {"same", "exact"} <= set(LIVE_ISOLATION[preset])
 
 
 def test_two_layers_make_one_arm_of_low_precision_here_and_fp32_there():
