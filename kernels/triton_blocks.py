@@ -66,13 +66,16 @@ def shared_bytes(kernel: str, blocks: Blocks, dim: int, dim_v: int, itemsize: in
     return kept + staged + spilled + scratch
 
 
-# Rows in order of preference: (block_m, block_n, num_warps, num_stages). The first that fits wins.
+# Rows in order of preference, as fields of Blocks. The first that fits wins. "tiled": the forward
+# where the key block is given; another one than the row's takes fewer query rows instead.
+_FORWARD = {
+    64: ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1), (16, 16, 4, 1)),
+    128: ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (16, 16, 4, 1)),
+    256: ((64, 64, 8, 2), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+}
 _HALF = {
-    "forward": {
-        64: ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((64, 64, 8, 2), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
+    "forward": _FORWARD,
+    "tiled": _FORWARD,
     "grad_keys": {
         64: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
         128: ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -128,7 +131,8 @@ def choose_blocks(
             "choose one of these or use backend='emulated'"
         )
     dim, dim_v = pad(head_dim), pad(head_dim_v)
-    for row in table(kernel, dim, dim_v, itemsize):
+    rows = table("tiled" if tile and kernel == "forward" else kernel, dim, dim_v, itemsize)
+    for row in rows:
         for blocks in _with_tile(Blocks(*row), tile):
             if shared_bytes(kernel, blocks, dim, dim_v, itemsize) <= shared_limit:
                 return blocks
@@ -148,5 +152,8 @@ def _with_tile(blocks: Blocks, tile: int | None):
     rows = blocks.block_m
     while rows * tile > max(blocks.block_m * blocks.block_n, 64 * 128) and rows > 16:
         rows //= 2
+    warps = blocks.num_warps if rows >= 64 else 4
+    kept = (rows, tile) == (blocks.block_m, blocks.block_n)
+    limit = blocks.max_registers if kept else 0  # made for these sizes
     for stages in range(blocks.num_stages, 0, -1):
-        yield Blocks(rows, tile, blocks.num_warps if rows >= 64 else 4, stages)
+        yield Blocks(rows, tile, warps, stages, limit)

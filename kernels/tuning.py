@@ -231,20 +231,20 @@ def run(
 ) -> dict:
     """{'provenance', 'rows', 'left_out'}: a row per case, length and choice.
 
-    About 45 % of the time at most goes to compiling. What is not compiled then, or would begin
-    after `limit_s`, is left out, counted, and named.
+    About 45 % of the time at most goes to compiling. What would begin after `limit_s` is left
+    out, counted, and named.
     """
     began = time.monotonic()
     wanted = in_order(cases(names))
     outcomes = compile_ahead(compile_one, wanted, limit_s=0.45 * limit_s)
-    progress(f"[{time.monotonic() - began:4.0f} s] {len(wanted)} choices compiled")
+    compiled = f"{outcomes.count(None)} of {len(wanted)} choices compiled"
+    progress(f"[{time.monotonic() - began:4.0f} s] {compiled}; {_first_error(outcomes)}")
     stage, rows, left_out = Stage(), [], []
-    for (case, blocks), failed in zip(wanted, outcomes):
+    ready = sorted(zip(wanted, outcomes), key=lambda pair: pair[1] is not None)
+    for (case, blocks), _ in ready:  # what is not compiled comes last, and is compiled here
         row = asdict(case) | dict(blocks=asdict(blocks), present=blocks == case.present)
-        if failed == "not compiled in time" or time.monotonic() - began > limit_s - 3:
+        if time.monotonic() - began > limit_s - 4:
             left_out.append(row)
-        elif failed:
-            rows.append(row | dict(error=failed))
         else:
             rows += [_measured(row, case, blocks, length, stage) for length in lengths]
     add_ratios(rows)
@@ -252,6 +252,10 @@ def run(
     progress(f"[{time.monotonic() - began:4.0f} s] {len(left_out)} choices left out")
     found = dict(provenance=bench.provenance(time.monotonic() - began), rows=rows)
     return found | dict(left_out=left_out)
+
+
+def _first_error(outcomes: Sequence[str | None]) -> str:
+    return next((told for told in outcomes if told), "no errors")
 
 
 def _measured(row: dict, case: Case, blocks: Blocks, seq_len: int, stage: Stage) -> dict:

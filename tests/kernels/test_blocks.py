@@ -58,6 +58,13 @@ def test_the_running_tile_is_kept():
         assert choose_blocks("forward", head_dim=head_dim, tile=tile).block_n == tile
 
 
+def test_a_register_limit_holds_for_the_sizes_it_was_made_for():
+    blocks = Blocks(64, 128, 4, 2, 168)
+    assert next(triton_blocks._with_tile(blocks, None)) == blocks
+    assert next(triton_blocks._with_tile(blocks, 128)) == blocks
+    assert next(triton_blocks._with_tile(blocks, 64)) == Blocks(64, 64, 4, 2)
+
+
 def test_same_question_same_answer():
     first = choose_blocks("grad_keys", head_dim=64)
     assert first == choose_blocks("grad_keys", head_dim=64) and isinstance(first, Blocks)
