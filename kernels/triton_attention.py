@@ -181,17 +181,15 @@ def _itemsize(n: Numerics, dtypes) -> int:
     return inputs if narrow and (inputs == 4 or dtypes[0] != torch.float16) else 4
 
 
-def _blocks(kernel: str, n: Numerics, D: int, DV: int, itemsize: int, limit: int) -> Blocks:
+def _blocks(
+    kernel: str, n: Numerics, D: int, DV: int, itemsize: int, limit: int, probe: bool = False
+) -> Blocks:
     shape = dict(head_dim=D, head_dim_v=DV, itemsize=itemsize)
     if kernel == "forward" and (n.reference == "running" or _tiled(n)):
-        return choose_blocks(kernel, shared_limit=limit, tile=n.tile, **shape)
+        more = probe or n.softmax.kind != "safe" or _bits(n.scores) < 23
+        return choose_blocks(kernel, shared_limit=limit, tile=n.tile, more=more, **shape)
     if _draws_per_score(kernel, n):  # random bits fill the registers
-        return choose_blocks(kernel, shared_limit=min(limit, 65_536), **shape)
-    if kernel == "forward" and n.softmax.kind in ("stabilized", "guarded") and itemsize == 2:
-        try:  # the first pass keeps two numbers per score of a block
-            return choose_blocks(kernel, shared_limit=limit, tile=64, **shape)
-        except ValueError:
-            pass
+        limit = min(limit, 65_536)
     return choose_blocks(kernel, shared_limit=limit, **shape)
 
 
@@ -273,7 +271,7 @@ def _plan(kernel: str, key: str, D: int, DV: int, itemsize: int, limit: int, sca
     """
     n = parse_numerics(key)
     table = "grad_queries" if kernel == "delta_product" else kernel
-    blocks = _blocks(table, n, D, DV, itemsize, limit)
+    blocks = _blocks(table, n, D, DV, itemsize, limit, bool(extra))
     return blocks, launch_arguments(kernel, n, blocks, D, DV, scale, bool(extra))
 
 

@@ -66,24 +66,39 @@ def shared_bytes(kernel: str, blocks: Blocks, dim: int, dim_v: int, itemsize: in
     return kept + staged + spilled + scratch
 
 
-# Rows in order of preference, as fields of Blocks. The first that fits wins. "tiled": the forward
-# where the key block is given; another one than the row's takes fewer query rows instead.
+# Rows in order of preference, as fields of Blocks; the first that fits wins. Those that come first
+# were the fastest of `kernels.bench --tune` on an H200. "tiled": the forward where the key block
+# is given; another one than the row's takes fewer query rows instead. "tiled_more": the same where
+# each score costs more (probes, a softmax policy, rounded scores), which needs more registers.
 _FORWARD = {
     64: ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1), (16, 16, 4, 1)),
     128: ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (16, 16, 4, 1)),
     256: ((64, 64, 8, 2), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
 }
 _HALF = {
-    "forward": _FORWARD,
-    "tiled": _FORWARD,
+    "forward": {
+        64: ((128, 64, 8, 3, 128), *_FORWARD[64]),
+        128: ((64, 64, 4, 3), *_FORWARD[128]),
+        256: _FORWARD[256],
+    },
+    "tiled": {
+        64: ((128, 128, 8, 3, 128), *_FORWARD[64]),
+        128: ((128, 128, 8, 3), *_FORWARD[128]),
+        256: _FORWARD[256],
+    },
+    "tiled_more": {
+        64: ((64, 128, 4, 2, 168), *_FORWARD[64]),
+        128: ((128, 128, 8, 3), *_FORWARD[128]),
+        256: _FORWARD[256],
+    },
     "grad_keys": {
-        64: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+        64: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((64, 64, 4, 2), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
         256: ((64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
     "grad_queries": {
-        64: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        64: ((128, 64, 8, 3, 128), (64, 64, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+        128: ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
         256: ((32, 64, 8, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
     },
 }
@@ -109,13 +124,15 @@ def choose_blocks(
     itemsize: int = 2,
     shared_limit: int = HOPPER_SHARED,
     tile: int | None = None,
+    more: bool = False,
 ) -> Blocks:
     """The first row of the table whose shared memory fits.
 
     head_dim: true feature count of q and k (1 to 256); head_dim_v that of v, the same by default.
     itemsize: bytes of the widest dot operand, 2 (bf16, fp16) or 4 (fp32).
     shared_limit: bytes that one block may use on this GPU. tile: the key block that the
-    specification fixes (running reference), or None where any will do.
+    specification fixes (running reference), or None where any will do. more: whether a score of
+    the forward costs more than rounding its weight; with a given tile that changes no bit.
     Raises ValueError naming the head dimension and a remedy when nothing fits.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -131,8 +148,10 @@ def choose_blocks(
             "choose one of these or use backend='emulated'"
         )
     dim, dim_v = pad(head_dim), pad(head_dim_v)
-    rows = table("tiled" if tile and kernel == "forward" else kernel, dim, dim_v, itemsize)
-    for row in rows:
+    name = kernel
+    if tile and kernel == "forward":
+        name = "tiled_more" if more else "tiled"
+    for row in table(name, dim, dim_v, itemsize):
         for blocks in _with_tile(Blocks(*row), tile):
             if shared_bytes(kernel, blocks, dim, dim_v, itemsize) <= shared_limit:
                 return blocks

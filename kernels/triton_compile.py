@@ -73,7 +73,9 @@ def compile_offline(
     if blocks is None:
         table = "grad_queries" if kernel == "delta_product" else kernel
         itemsize = host._itemsize(numerics, (dtype,))
-        blocks = host._blocks(table, numerics, head_dim, head_dim, itemsize, _LIMITS[capability])
+        blocks = host._blocks(
+            table, numerics, head_dim, head_dim, itemsize, _LIMITS[capability], probe
+        )
     arguments = host.launch_arguments(kernel, numerics, blocks, head_dim, head_dim, scale, probe)
     options = host._options(blocks)
     constants = {name: x for name, x in arguments.items() if name not in options}

@@ -99,10 +99,10 @@ class Case:
     @property
     def present(self) -> Blocks:
         """What the table gives on a Hopper GPU."""
-        n, _ = bench.OURS[self.implementation]
+        n, probe = bench.OURS[self.implementation]
         D = self.head_dim
         limit = triton_attention.HOPPER_SHARED
-        return triton_attention._blocks(self.kernel, n, D, D, 2, limit)
+        return triton_attention._blocks(self.kernel, n, D, D, 2, limit, probe)
 
     @property
     def candidates(self) -> list[Blocks]:
