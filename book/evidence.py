@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import difflib
 import json
+import math
 import platform
 import re
 import signal
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpt2.config import make_config
-from gpt2.outcomes import Outcome
+from gpt2.outcomes import Onset, Outcome
 from gpt2.runs import Run, RunStore
 from kernels.machine import driver_version
 
@@ -210,6 +211,9 @@ def parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of every run"
     )
     p.add_argument("--recipe", help="in this recipe of book.regimes, such as tiny")
+    p.add_argument(
+        "--onset", type=int, metavar="STEP", help="place forks by this onset, not the archived one"
+    )
     p.add_argument("--seeds", help="only these, such as 0,1,2")
     p.add_argument("--arms", help="only these arms, separated by commas")
     p.add_argument("--stop_at", type=int, metavar="STEP", help="pause runs from scratch there")
@@ -254,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [with_settings(e, args.set) for e in _experiments(args.names, args.recipe)]
         if args.recipe:
             chosen = [with_onsets(e, args.recipe, Path(args.results)) for e in chosen]
+        if args.onset is not None:
+            chosen = [with_given_onset(e, args.onset) for e in chosen]
         seeds = None if args.seeds is None else seed_list(args.seeds)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -333,6 +339,19 @@ def with_onsets(experiment: Experiment, recipe: str, folder: Path = RESULTS) -> 
     kept = [a for where in {folder, RESULTS} for a in archives("recipes", where)]
     found = archived_onsets([row for archive in kept for row in archive.rows], recipe)
     return replace(experiment, onsets=tuple(sorted(found.items())))
+
+
+def with_given_onset(experiment: Experiment, step: int) -> Experiment:
+    """The experiment with the forks of every seed placed by an onset at `step`, in no head known.
+
+    Raises ValueError for an experiment without forks and for a step that leaves no room.
+    """
+    if experiment.parent is None:
+        raise ValueError(f"--onset {step}: {experiment.name} has no forks to place; leave it out")
+    if step < 2:
+        raise ValueError(f"--onset {step} leaves no step before it; give one of at least 2")
+    given = Onset(step, "given", None, None, math.nan, math.nan)
+    return replace(experiment, onsets=tuple((seed, given) for seed in experiment.seeds))
 
 
 def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:

@@ -8,8 +8,8 @@ step.
 Where the failing run has an onset and no divergence (`Experiment.onsets`), shares of a failure do
 not exist. Then forks start at BEFORE_ONSET of the steps to the onset and end at AFTER_ONSET of
 them; the parent is trained no farther than to where they start. The onset's own head leads the
-groups of heads, and a fork is judged by onset against the fork with delta from an fp32 O, whose
-running maximum begins where the forks do.
+groups of heads where it is known. A fork is judged by onset against the fork with delta from an
+fp32 O, whose running maximum begins where the forks do.
 """
 
 from __future__ import annotations

@@ -39,6 +39,14 @@ def test_the_parent_is_trained_to_where_forks_start_and_the_twin_comes_along():
     assert pause(placed, low, stop_at=500) == 500
 
 
+def test_an_onset_can_be_given_to_experiments_with_forks(capsys):
+    placed = evidence.with_given_onset(BUILDERS["sites"]("mini-lr3"), 12_000)
+    assert fork_step(None, 0.25, placed.onset(3)) == 10_800 and placed.onset(3).head is None
+    for name, step, why in (("failure", "9", "no forks"), ("sites", "1", "no step before it")):
+        assert evidence.main([name, "--recipe", "tiny", "--onset", step]) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_the_head_of_the_onset_leads_the_groups():
     norms = np.array([[[1.0, 2.0, 3.0, 9.0], [5.0, 4.0, 3.0, 2.0]]])
     metrics = {"step": np.array([0]), "spectral_norm_q": norms}
