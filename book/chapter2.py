@@ -21,6 +21,7 @@ from .experiments import Experiment
 from .forks import fork_end, fork_step
 from .isolation_figures import layer_means, worst_layer
 from .records import head_curves, judge
+from .regimes import REGIMES
 from .tables import markdown_table
 from .verdicts import first_sign
 
@@ -33,7 +34,14 @@ STATES = {  # of a search, in words
 
 
 def no_archive(name: str) -> Markdown:
-    """What stands in the place of a figure whose archive is not there."""
+    """What stands in the place of a figure whose archive is not there.
+
+    name: module and argument. An experiment in another preset's regime bears its name at the end,
+    `evidence isolation-mini`, and is asked for with `--recipe mini`.
+    """
+    for regime in REGIMES:
+        if name.endswith(f"-{regime}"):
+            name = f"{name.removesuffix(f'-{regime}')} --recipe {regime}"
     return Markdown(f"*No archive for this preset yet; `python -m book.{name}` makes one.*")
 
 

@@ -39,7 +39,7 @@ from .gpu_experiments import BUILDERS
 from .kept_captures import keep_captures
 from .onsets import archived_onsets
 from .records import collect
-from .regimes import get_recipe
+from .regimes import REGIMES, get_recipe
 from .repeats import compare
 
 RESULTS = ROOT / "book" / "results"
@@ -363,7 +363,8 @@ def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:
             hint = f"; did you mean {near[0]!r}?" if near else ";"
             raise ValueError(f"unknown experiment {name!r}{hint} There are {', '.join(known)}")
     if recipe is not None:
-        get_recipe(recipe)
+        if recipe not in REGIMES:
+            get_recipe(recipe)
         return [BUILDERS[name](recipe) for name in names or BUILDERS]
     return [EXPERIMENTS[name] for name in names or EXPERIMENTS]
 

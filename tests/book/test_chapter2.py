@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from book import chapter2
+from book import chapter2, evidence
 from book import isolation_figures as pictures
 from book import isolation_findings as findings
 from book.evidence import Archive
@@ -280,3 +280,12 @@ def test_the_first_sign_is_an_onset_or_the_lowest_loss_of_any_run():
     turned["curves"]["train_loss"]["value"][3] = 1.5
     lowest = turned["curves"]["train_loss"]["step"][3]
     assert chapter2.before_signs([falls, turned]) == lowest == 650
+
+
+def test_a_missing_archive_names_a_command_that_exists(capsys):
+    """Of another preset's regime, by --recipe; `book.evidence` knows what is named."""
+    for name in ("isolation", "isolation-mini"):
+        told = chapter2.no_archive(f"evidence {name}").data
+        command = told.partition("`python -m book.evidence ")[2].partition("`")[0]
+        assert evidence.main([*command.split(), "--list"]) == 0
+        assert f"{name} (chapter" in capsys.readouterr().out
