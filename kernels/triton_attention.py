@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from . import hopper_attention
 from .formats import FP64
 from .interventions import DIRECTIONS, GRADIENTS, delta_of_each, disturbed_delta
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
@@ -128,6 +129,12 @@ def _refused_shape(n: Numerics, device, dtype: torch.dtype, head_dim: int) -> st
     except ValueError as error:
         return str(error)
     return None
+
+
+@lru_cache(maxsize=8)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) for a device without one."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @lru_cache(maxsize=8)
@@ -355,6 +362,24 @@ def _inputs(n: Numerics, seed: Tensor, **tensors: Tensor) -> list[Tensor]:
     return [_prepare(x, n.inputs, f"input_{name}", seed) for name, x in tensors.items()]
 
 
+def _refused_by_hopper(
+    n: Numerics, tensors, causal: bool, scale: float, probe: bool
+) -> str | None:
+    """`hopper_attention.refusal` of a call on prepared q, k, v."""
+    dtypes = {x.dtype for x in tensors}
+    return hopper_attention.refusal(
+        n,
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        shapes=[x.shape for x in tensors],
+        strides=[x.stride() for x in tensors],
+        addresses=[x.data_ptr() for x in tensors],
+        capability=_capability(tensors[0].device),
+        causal=causal,
+        scale=scale,
+        probe=probe,
+    )
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -371,7 +396,8 @@ def forward(
     """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], any strides, all lengths at least 1.
 
     `out` is bf16 where the grid of `output` fits it, else fp32; lse fp32. `delta_output` is filled
-    only when the backward needs it. `blocks` overrides the table (for measurements).
+    only when the backward needs it. `blocks` overrides the table and the choice of
+    `kernels.hopper_forward` (for measurements).
     """
     from .triton_forward import forward_kernel
 
@@ -385,6 +411,8 @@ def forward(
     lse = torch.empty(rows, dtype=torch.float32, device=device)
     seed = _seed_tensor(seed, n, lse)
     q, k, v = _inputs(n, seed, q=q, k=k, v=v)
+    if blocks is None and _refused_by_hopper(n, (q, k, v), causal, scale, probe) is None:
+        return hopper_attention.forward(q, k, v, numerics=n, causal=causal, scale=scale)
     if blocks is None:
         itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
         limit = _shared_limit(device)

@@ -38,6 +38,7 @@ class Compiled:
     shared: int
     registers: int | None
     spilled: int | None
+    cubin: bytes = b""
 
     @property
     def matrix_instructions(self) -> tuple[str, ...]:
@@ -96,6 +97,64 @@ def compile_offline(
     return Compiled(
         kernel, capability, blocks, built.asm["ptx"], built.metadata.shared, registers, spilled
     )
+
+
+def compile_hopper(
+    numerics: Numerics, *, head_dim: int = 64, causal: bool = True, usage: bool = True
+) -> Compiled:
+    """Compile `kernels.hopper_forward` for compute capability 9.0 as a launch would. Seconds."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from . import hopper_attention
+    from .hopper_forward import hopper_forward_kernel
+
+    plan = hopper_attention.Plan()
+    arguments = hopper_attention.launch_arguments(
+        numerics.key, 1 / math.sqrt(head_dim), causal, plan
+    )
+    options = {name: arguments[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
+    constants = {name: x for name, x in arguments.items() if name not in options}
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    rows = dict(
+        q_desc=hopper_attention.ROWS, k_desc=hopper_attention.TILE, v_desc=hopper_attention.TILE
+    )
+    signature, attributes = {}, {}
+    for place, name in enumerate(hopper_forward_kernel.arg_names):
+        if name in rows:
+            signature[name] = f"tensordesc<bf16[1, 1, {rows[name]}, {head_dim}],{layout!r}>"
+        elif name in constants:
+            signature[name] = "constexpr"
+        else:
+            kind = _argument(name, numerics, torch.bfloat16)
+            signature[name] = kind or "i32"
+            if name.endswith("_ptr"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(hopper_forward_kernel, signature, constants, attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    registers, spilled = _usage(built.asm["cubin"]) if usage else (None, None)
+    blocks = Blocks(hopper_attention.PARTS * hopper_attention.ROWS, hopper_attention.TILE, 12,
+                    plan.stages, plan.launch_registers)  # fmt: skip
+    return Compiled(
+        "forward", 90, blocks, built.asm["ptx"], built.metadata.shared, registers, spilled,
+        built.asm["cubin"],
+    )  # fmt: skip
+
+
+def machine_code(cubin: bytes) -> list[tuple[str, str]]:
+    """(operation, operands) of each instruction of a cubin, in order; needs Triton's cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pattern = r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Za-z0-9_.]*)\s*([^;]*);"
+    return re.findall(pattern, text)
 
 
 def _kernel(kernel: str):

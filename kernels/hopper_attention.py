@@ -1,0 +1,202 @@
+"""Host side of the forward for Hopper GPUs: when it serves, its settings, and the launch.
+
+`refusal` is a pure function that says why a call is not served, or better served by
+`kernels.triton_forward`: both give the same bits. `triton_attention.forward` asks. Importing this
+module needs neither Triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .numerics import Numerics
+from .result import ForwardResult
+
+ROWS, PARTS, TILE = 64, 2, 128  # rows of a consumer, consumers of a program, keys of a tile
+
+# Fraction bits of the sites that the kernel serves, 23 for more.
+BITS = dict(
+    inputs=(7, 23),
+    scores=(7, 23),
+    probabilities=(7,),
+    unnormalized=(7, 23),
+    output=(7,),
+    delta_output=(23,),
+)
+
+
+# Keys that a query sees, on average, from which on the kernel is the faster of the two, by head
+# dimension and reference. Fitted on an H200 at T = 1,024 and 4,096, causal: time grows linearly
+# with the tiles of a block, and a block costs more here before its first tile.
+LEAST_KEYS = {
+    (64, "running"): 2048,
+    (64, "row"): 2048,
+    (128, "running"): 0,
+    (128, "row"): 512,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """stages: buffers of each ring.
+
+    registers: per thread of a consumer; the producers' four warps take 24, and `launch_registers`
+    is the mean of the three groups.
+    """
+
+    stages: int = 2
+    registers: int = 240
+    launch_registers: int = 168
+
+
+def refusal(
+    numerics: Numerics,
+    *,
+    dtype,
+    shapes,
+    strides,
+    addresses,
+    capability,
+    causal: bool,
+    scale: float,
+    probe: bool,
+) -> str | None:
+    """None if the Hopper forward serves a call on prepared inputs, else one sentence why not.
+
+    dtype: of q, k and v; shapes, strides: of each, in elements; addresses: of each, in bytes;
+    capability: of the GPU.
+    """
+    if tuple(capability) != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
+    if why := _refused_numerics(numerics) or _refused_gluon():
+        return why
+    if probe:
+        return "probes are on"
+    if not scale > 0:
+        return f"scale={scale} is not positive"
+    if dtype != torch.bfloat16:
+        return f"inputs are {dtype}, not torch.bfloat16"
+    D, DV = shapes[0][3], shapes[2][3]
+    if D != DV or D not in (64, 128):
+        return f"head dimensions {D} and {DV} are not both 64 or both 128"
+    keys = mean_keys(shapes[0][2], shapes[1][2], causal)
+    if keys < LEAST_KEYS[D, numerics.reference]:
+        return f"a query sees {keys} keys on average: the general kernel is faster"
+    if any(address % 16 for address in addresses):
+        return "a tensor does not start at a multiple of 16 bytes, as the copy engine needs"
+    for shape, stride in zip(shapes, strides):
+        apart = [s for n, s in zip(shape[:3], stride[:3]) if n > 1]
+        if stride[3] != 1 or any(s <= 0 or s % 8 for s in apart):
+            return f"strides {tuple(stride)}: the copy engine needs rows at multiples of 16 bytes"
+    return None
+
+
+def mean_keys(Tq: int, Tk: int, causal: bool) -> int:
+    """How many keys a query sees on average, rounded down; query i sees keys 0 to i if causal."""
+    if not causal:
+        return Tk
+    short = min(Tq, Tk)
+    return (short * (short + 1) // 2 + (Tq - short) * Tk) // Tq
+
+
+@lru_cache(maxsize=256)
+def _refused_numerics(n: Numerics) -> str | None:
+    """Beyond what `triton_attention` refuses."""
+    if n.softmax.kind != "safe":
+        return f"softmax={n.softmax.kind}: only safe is served"
+    if n.reference == "running" and n.tile != TILE:
+        return f"tile={n.tile}: only {TILE} is served"
+    if n.stochastic:
+        return "a site rounds stochastically"
+    if n.row_sum_source != "unrounded":
+        return f"row_sum_source={n.row_sum_source}: only unrounded is served"
+    for name, served in BITS.items():
+        site = getattr(n, name)
+        if site is not None and min(site.format.fraction_bits, 23) not in served:
+            return f"{name}={site}: not served"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _refused_gluon() -> str | None:
+    try:
+        from . import hopper_forward  # noqa: F401
+    except (ImportError, AttributeError) as error:  # names move between versions
+        return f"this version of Triton has another Gluon ({error})"
+    return None
+
+
+def describe(x: Tensor, rows: int):
+    """For the copy engine: blocks [1, 1, rows, D] of x [B, H, T, D], zeros outside."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    D = x.shape[3]  # a dimension of one element may have any stride: the engine wants a valid one
+    strides = [s if n > 1 else D for n, s in zip(x.shape[:3], x.stride()[:3])] + [1]
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, D], layout)
+
+
+@lru_cache(maxsize=256)
+def launch_arguments(key: str, scale: float, causal: bool, plan: Plan) -> dict:
+    """Constexpr arguments and options of a launch. key: `Numerics.key`. Read only.
+
+    Contraction to fused multiply-adds is off: it would move roundings.
+    """
+    from .numerics import parse_numerics
+    from .triton_attention import forward_constants
+
+    found = forward_constants(parse_numerics(key), scale, probe=False)
+    return dict(
+        STAGES=plan.stages,
+        REGISTERS=plan.registers,
+        CAUSAL=causal,
+        RUNNING=found["RUNNING"],
+        RAW=found["RAW"],
+        ROUND_S=found["S_BITS"] == 7,
+        ROUND_BAR=found["BAR_BITS"] == 7,
+        HP=found["HP"],
+        num_warps=4,
+        maxnreg=plan.launch_registers,
+        enable_fp_fusion=False,
+    )
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    numerics: Numerics,
+    causal: bool,
+    scale: float,
+    plan: Plan | None = None,
+) -> ForwardResult:
+    """As `triton_attention.forward`, for calls on bf16 tensors that `refusal` lets pass.
+
+    plan: other settings than the usual (for measurements).
+    """
+    from .hopper_forward import hopper_forward_kernel
+
+    B, H, Tq = q.shape[:3]
+    arguments = launch_arguments(numerics.key, scale, causal, plan or Plan())
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    high = torch.empty(q.shape, dtype=torch.float32, device=q.device) if arguments["HP"] else None
+    pairs = (-(-Tq // (PARTS * ROWS)) + 1) // 2 * B * H
+    with torch.cuda.device(q.device):
+        hopper_forward_kernel[(min(pairs, _multiprocessors(q.device)),)](
+            describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse,
+            lse if high is None else high, scale, H, H // k.shape[1], Tq, k.shape[2], pairs,
+            **arguments,
+        )  # fmt: skip
+    return ForwardResult(out=out, lse=lse, delta_output=high)

@@ -1,0 +1,253 @@
+"""Attention forward for Hopper GPUs, in Gluon: matrix products run while the softmax is computed.
+
+The same roundings in the same order as `kernels.triton_forward`, of which it serves the policy
+`safe` with bf16 operands; what is different is who waits for whom. A program is two consumers,
+groups of four warps that own 64 query rows each, and two producers, single warps that ask the copy
+engine (TMA) for Q and K and for V. Tiles go to rings of STAGES buffers in shared memory. One
+consumer's softmax can run beside the other's products, and beside its own: P_bar V of tile j - 1
+is computed during the softmax of tile j. With S of tile j + 1 computed then as well, which takes
+64 registers more per thread, it was slower (book/development-log.md).
+
+Under the row reference (RUNNING false) a first pass over the keys finds the final row maximum.
+A program takes several blocks of 128 query rows in turn, a long and a short one of a head (causal)
+at a time, and the producers run ahead of the block that is being computed. Tiles of K and of V are
+numbered over all that a program reads: tile g is in buffer g % STAGES, for the (g // STAGES)-th
+time. The last tile of a block is the only one that needs a mask, and has code of its own.
+
+Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; out and
+lse contiguous. `unit` and RAW are those of `kernels.triton_forward`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .hopper_tiles import (
+    PARTS,
+    ROWS,
+    TILE,
+    attend,
+    await_tile,
+    round_to_bf16,
+    rounded_scores,
+    row_maximum,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+# -- which blocks a program computes --------------------------------------------------------------
+
+
+@gluon.jit
+def pairs_of(blocks):
+    """Pairs of blocks of one head: the i-th longest with the i-th shortest, one may be alone."""
+    return (blocks + 1) // 2
+
+
+@gluon.jit
+def pair_size(number, blocks):
+    """How many blocks pair `number` has: 2, or 1 in the middle of an odd number."""
+    i = number % pairs_of(blocks)
+    return gl.minimum(blocks - 2 * i, 2)
+
+
+@gluon.jit
+def block_of(number, half, blocks):
+    """(batch times head, first row) of one block: the long one first."""
+    pairs = pairs_of(blocks)
+    i = number % pairs
+    block = i + (1 - half) * (blocks - 1 - 2 * i)
+    return number // pairs, block * (PARTS * ROWS)
+
+
+@gluon.jit
+def visible_tiles(end, Tk, CAUSAL: gl.constexpr):
+    """How many tiles of keys rows before `end` see."""
+    if CAUSAL:
+        Tk = gl.minimum(Tk, end)
+    return (Tk + TILE - 1) // TILE
+
+
+# -- who does it ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consumer(
+    rings, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr,
+    HP: gl.constexpr,
+):  # fmt: skip
+    """Rows 64 PART on of every block of this program."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    out_ptr, lse_ptr, hp_ptr, scale = outputs
+    H, GROUP, Tq, Tk, blocks, units = sizes
+    DV: gl.constexpr = v_bufs.shape[4]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    q = q_bufs.index(PART).reshape([ROWS, q_bufs.shape[4]])
+    unit = scale * 0.0 + 1.0
+    if RAW:
+        unit = scale
+    factor = unit * LOG2E
+    gk = 0
+    gv = 0
+    turn = 0
+    for number in range(gl.program_id(0), units, gl.num_programs(0)):
+        for half in range(pair_size(number, blocks)):
+            head, start = block_of(number, half, blocks)
+            tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
+            first = start + PART * ROWS
+            rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+            mbarrier.wait(q_full, turn & 1)
+            m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            if not RUNNING:  # rounding keeps order: the maximum is that of the rounded scores
+                m = row_maximum(q, rings, rows, gk, tiles, Tk, S_LAYOUT, STAGES, CAUSAL)
+                m = rounded_scores(m, scale, RAW, ROUND_S)
+                gk += tiles
+            acc, m, l = attend(
+                q, rings, rows, m, gk, gv, tiles, Tk, scale, factor, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                STAGES, CAUSAL, RUNNING, RAW, ROUND_S)  # fmt: skip
+            gk += tiles
+            gv += tiles
+            turn += 1
+            row_base = head.to(gl.int64) * Tq
+            gl.store(lse_ptr + row_base + rows, m * unit + gl.log(l), mask=rows < Tq)
+            l = gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
+            l = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT) + l
+            bar = acc
+            if ROUND_BAR:
+                bar = round_to_bf16(acc)
+            store_rows(out_ptr + row_base * DV, gl.div_rn(bar, l), first, Tq)
+            if HP:
+                store_rows(hp_ptr + row_base * DV, gl.div_rn(acc, l), first, Tq)
+
+
+@gluon.constexpr_function
+def store_layout(layout, dtype, columns):
+    """How threads hold a block that is to be written: a product's own layout fills 32-byte sectors
+    with fp32; 16-bit numbers are first gathered to 16 bytes a thread."""
+    if dtype.primitive_bitwidth == 32:
+        return layout
+    across = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def store_rows(base, value, first, limit):
+    """Write rows `first` on of the contiguous matrix [limit, DV] at `base`."""
+    DV: gl.constexpr = value.shape[1]
+    LAYOUT: gl.constexpr = store_layout(value.type.layout, base.dtype.element_ty, DV)
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    places = gl.expand_dims(rows.to(gl.int64) * DV, 1) + gl.expand_dims(cols, 0)
+    inside = gl.expand_dims(rows < limit, 1) & gl.expand_dims(cols < DV, 0)
+    narrow = gl.convert_layout(value.to(base.dtype.element_ty), LAYOUT)
+    gl.store(base + places, narrow, mask=inside)
+
+
+@gluon.jit
+def fetch(desc, b, h, row, bufs, full, free, g, STAGES: gl.constexpr):
+    """Ask for tile g of K or V, from `row` on, once both consumers have read its buffer."""
+    if g >= STAGES:
+        await_tile(free, g - STAGES, STAGES)
+    ready = full.index(g % STAGES)
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], ready, bufs.index(g % STAGES))
+
+
+@gluon.jit
+def keys_producer(
+    q_desc, k_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr
+):  # fmt: skip
+    """Ask for Q of every block, and for its tiles of K, once or (row reference) twice."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    H, GROUP, Tq, Tk, blocks, units = sizes
+    g = 0
+    turn = 0
+    for number in range(gl.program_id(0), units, gl.num_programs(0)):
+        for half in range(pair_size(number, blocks)):
+            head, start = block_of(number, half, blocks)
+            b = head // H
+            h = head % H
+            tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
+            reads = tiles if RUNNING else 2 * tiles
+            for j in range(reads):
+                fetch(k_desc, b, h // GROUP, (j % tiles) * TILE, k_bufs, k_full, k_free, g, STAGES)
+                g += 1
+                if j == 0:  # the first keys can be asked for while the last block's Q is in use
+                    if turn > 0:
+                        mbarrier.wait(q_free, (turn - 1) & 1)
+                    mbarrier.expect(q_full, PARTS * q_desc.block_type.nbytes)
+                    for part in gl.static_range(PARTS):
+                        place = [b, h, start + part * ROWS, 0]
+                        tma.async_copy_global_to_shared(q_desc, place, q_full, q_bufs.index(part))
+            turn += 1
+
+
+@gluon.jit
+def values_producer(v_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Ask for the tiles of V of every block."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    H, GROUP, Tq, Tk, blocks, units = sizes
+    g = 0
+    for number in range(gl.program_id(0), units, gl.num_programs(0)):
+        for half in range(pair_size(number, blocks)):
+            head, start = block_of(number, half, blocks)
+            b = head // H
+            h = head % H
+            for j in range(visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)):
+                fetch(v_desc, b, h // GROUP, j * TILE, v_bufs, v_full, v_free, g, STAGES)
+                g += 1
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers in shared memory, each over after ARRIVALS arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", "units"])
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, hp_ptr, scale, H, GROUP, Tq, Tk, units,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
+    RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr, HP: gl.constexpr,
+):  # fmt: skip
+    """Pairs of blocks number program, program + programs, ... of `units`. See the docstring."""
+    dtype: gl.constexpr = q_desc.dtype
+    Q_SHAPE: gl.constexpr = [PARTS] + q_desc.block_type.shape
+    K_SHAPE: gl.constexpr = [STAGES] + k_desc.block_type.shape
+    V_SHAPE: gl.constexpr = [STAGES] + v_desc.block_type.shape
+    q_bufs = gl.allocate_shared_memory(dtype, Q_SHAPE, q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, K_SHAPE, k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)
+    q_full = barriers(1, 1).index(0)
+    q_free = barriers(1, PARTS).index(0)
+    k_full = barriers(STAGES, 1)
+    k_free = barriers(STAGES, PARTS)
+    v_full = barriers(STAGES, 1)
+    v_free = barriers(STAGES, PARTS)
+    still = (barriers(1, 1).index(0), barriers(1, 1).index(0))
+    rings = (q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still)
+    outputs = (out_ptr, lse_ptr, hp_ptr, scale)
+    sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (consumer, (rings, outputs, sizes, FIRST, STAGES, CAUSAL, RUNNING, RAW, ROUND_S,
+                        ROUND_BAR, HP)),
+            (consumer, (rings, outputs, sizes, SECOND, STAGES, CAUSAL, RUNNING, RAW, ROUND_S,
+                        ROUND_BAR, HP)),
+            (keys_producer, (q_desc, k_desc, rings, sizes, STAGES, CAUSAL, RUNNING)),
+            (values_producer, (v_desc, rings, sizes, STAGES, CAUSAL)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
+    )  # fmt: skip

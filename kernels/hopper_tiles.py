@@ -1,0 +1,224 @@
+"""What a consumer of `kernels.hopper_forward` does: all tiles of 64 query rows, step by step.
+
+In every step products are asked for, arithmetic of another tile is done beside them, and then they
+are waited for. The assembler is free to sort this otherwise, hence `hold`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(64)  # query rows of a consumer
+PARTS = gl.constexpr(2)  # consumers of a program
+TILE = gl.constexpr(128)  # keys of a tile, as the numerics of `flash` say
+
+
+# -- rings of buffers -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def await_tile(full, g, STAGES: gl.constexpr):
+    """Wait until tile g is in its buffer; with the barriers of `free`, until it was read."""
+    mbarrier.wait(full.index(g % STAGES), (g // STAGES) & 1)
+
+
+@gluon.jit
+def release(free, g, STAGES: gl.constexpr):
+    """This consumer has read tile g."""
+    mbarrier.arrive(free.index(g % STAGES), count=1)
+
+
+@gluon.jit
+def hold(bar):
+    """A wait that is over at once: the assembler moves no arithmetic past its loop.
+
+    Without it the softmax is moved behind the wait for the product that it should run beside.
+    bar: nobody arrives at it, so that the turn before its first is always over. Each place has its
+    own, since between two waits for one barrier the compiler makes all threads of the group meet.
+    """
+    mbarrier.wait(bar, 1)
+
+
+# -- one tile -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def ask_scores(q, rings, g, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
+    """Start S = Q K_g^T, in flight. q [ROWS, D] in shared memory."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    await_tile(k_full, g, STAGES)
+    k = k_bufs.index(g % STAGES).reshape([TILE, q.shape[1]]).permute((1, 0))
+    zero = gl.full([ROWS, TILE], 0.0, gl.float32, S_LAYOUT)
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def ask_output(p, rings, acc, g, STAGES: gl.constexpr):
+    """Start O_bar += P_bar V_g, in flight. p [ROWS, TILE] in registers."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    await_tile(v_full, g, STAGES)
+    v = v_bufs.index(g % STAGES).reshape([TILE, acc.shape[1]])
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def round_to_bf16(x):
+    """fp32 -> fp32 on the grid of bf16, ties to even: two numbers per conversion."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 pair;
+        cvt.rn.bf16x2.f32 pair, $3, $2;
+        shl.b32 $0, pair, 16;
+        and.b32 $1, pair, 0xffff0000; }""",
+        "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def rounded_scores(s, scale, RAW: gl.constexpr, ROUND_S: gl.constexpr):
+    """S in `unit`s, on its grid."""
+    if not RAW:
+        s = s * scale
+    if ROUND_S:
+        s = round_to_bf16(s)
+    return s
+
+
+@gluon.jit
+def hide(s, rows, start, Tk, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
+    """-inf where a key of the tile at `start` is hidden from the row."""
+    cols = gl.expand_dims(start + gl.arange(0, TILE, gl.SliceLayout(0, S_LAYOUT)), 0)
+    end = rows * 0 + Tk
+    if CAUSAL:
+        end = gl.minimum(rows + 1, Tk)
+    return gl.where(cols < gl.expand_dims(end, 1), s, float("-inf"))
+
+
+@gluon.jit
+def softmax_tile(s, m, l, factor, RUNNING: gl.constexpr):
+    """P_bar fp32, m, l, and what O_bar is rescaled by (running reference; else of no use).
+
+    l is summed in the order of `kernels.triton_forward`: tile by tile, or by the 64 keys of its
+    blocks where the specification names no tile.
+    """
+    rescale = m
+    if RUNNING:
+        m_new = gl.maximum(m, gl.max(s, 1))
+        rescale = gl.exp2((m - m_new) * factor)
+        l = l * rescale
+        m = m_new
+    p = gl.exp2((s - gl.expand_dims(m, 1)) * factor)
+    if RUNNING:
+        l += gl.sum(p, 1)
+    else:
+        first, second = gl.split(gl.sum(gl.reshape(p, [ROWS, 2, TILE // 2]), 2))
+        l += gl.convert_layout(first, l.type.layout)
+        l += gl.convert_layout(second, l.type.layout)
+    return p, m, l, rescale
+
+
+@gluon.jit
+def rescaled(acc, rescale, RUNNING: gl.constexpr):
+    """O_bar after the reference has moved."""
+    if RUNNING:
+        rescale = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))
+        acc = acc * gl.expand_dims(rescale, 1)
+    return acc
+
+
+# -- all tiles of a block -------------------------------------------------------------------------
+
+
+@gluon.jit
+def next_maximum(top, s, g, q, rings, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
+    """Elementwise maximum with s, while S of tile g is computed."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    s_next = ask_scores(q, rings, g, S_LAYOUT, STAGES)
+    hold(still[0])
+    top = gl.maximum(top, s)
+    hold(still[1])
+    s_next = warpgroup_mma_wait(0, deps=(s_next,))
+    release(k_free, g, STAGES)
+    return top, s_next
+
+
+@gluon.jit
+def row_maximum(
+    q, rings, rows, first, tiles, Tk, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The largest raw score of each row, over the tiles of K from number `first` on."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    top = gl.full([ROWS, TILE], float("-inf"), gl.float32, S_LAYOUT)
+    s = ask_scores(q, rings, first, S_LAYOUT, STAGES)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(k_free, first, STAGES)
+    last = tiles - 1
+    for i in range(last // 2):
+        top, s = next_maximum(top, s, first + 2 * i + 1, q, rings, S_LAYOUT, STAGES)
+        top, s = next_maximum(top, s, first + 2 * i + 2, q, rings, S_LAYOUT, STAGES)
+    if last % 2 == 1:
+        top, s = next_maximum(top, s, first + last, q, rings, S_LAYOUT, STAGES)
+    return gl.max(gl.maximum(top, hide(s, rows, last * TILE, Tk, S_LAYOUT, CAUSAL)), 1)
+
+
+@gluon.jit
+def step(
+    p, acc, m, l, gk, gv, start, q, rings, rows, Tk, scale, factor, S_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
+    RAW: gl.constexpr, ROUND_S: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The tile gk, gv, whose softmax runs beside P_bar V of the last; p is that P_bar."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
+    acc = ask_output(p, rings, acc, gv - 1, STAGES)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    release(k_free, gk, STAGES)
+    s = rounded_scores(s, scale, RAW, ROUND_S)
+    if MASKED:
+        mbarrier.arrive(q_free, count=1)
+        s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
+    wide, m, l, rescale = softmax_tile(s, m, l, factor, RUNNING)
+    hold(still[0])
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    release(v_free, gv - 1, STAGES)
+    p = gl.convert_layout(wide.to(p.dtype), P_LAYOUT)
+    return p, rescaled(acc, rescale, RUNNING), m, l
+
+
+@gluon.jit
+def attend(
+    q, rings, rows, m, gk, gv, tiles, Tk, scale, factor, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+):  # fmt: skip
+    """O_bar, m and l of a consumer's rows over all their tiles; the first have numbers gk, gv."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    acc = gl.full([ROWS, v_bufs.shape[4]], 0.0, gl.float32, O_LAYOUT)
+    s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(k_free, gk, STAGES)
+    s = rounded_scores(s, scale, RAW, ROUND_S)
+    if tiles == 1:
+        mbarrier.arrive(q_free, count=1)
+        s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
+    wide, m, l, rescale = softmax_tile(s, m, l, factor, RUNNING)
+    p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
+    for j in range(1, tiles - 1):
+        p, acc, m, l = step(
+            p, acc, m, l, gk + j, gv + j, 0, q, rings, rows, Tk, scale, factor, S_LAYOUT, P_LAYOUT,
+            STAGES, CAUSAL, RUNNING, RAW, ROUND_S, False)  # fmt: skip
+    last = tiles - 1
+    if last > 0:
+        p, acc, m, l = step(
+            p, acc, m, l, gk + last, gv + last, last * TILE, q, rings, rows, Tk, scale, factor,
+            S_LAYOUT, P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S, True)  # fmt: skip
+    acc = ask_output(p, rings, acc, gv + last, STAGES)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    release(v_free, gv + last, STAGES)
+    return acc, m, l

@@ -1,0 +1,223 @@
+"""The forward for Hopper GPUs: whom it serves, what it compiles to, and its bits on a GPU."""
+
+import math
+import os
+import re
+
+import pytest
+import torch
+
+from kernels import hopper_attention, parse_numerics, triton_attention
+from kernels.triton_blocks import HOPPER_SHARED
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+def shapes(T, D):
+    return dict(shapes=[(2, 4, T, D)] * 3, strides=[(4 * T * D, T * D, D, 1)] * 3)
+
+
+CALL = dict(dtype=torch.bfloat16, capability=(9, 0), causal=True, scale=1 / 8, probe=False)
+CALL |= dict(addresses=[512, 1024, 1536]) | shapes(4096, 64)
+
+
+def general_blocks(numerics, head_dim):
+    """Of the kernel that serves every GPU, on this one."""
+    return triton_attention._blocks("forward", numerics, head_dim, head_dim, 2, HOPPER_SHARED)
+
+
+@pytest.mark.parametrize(
+    "text", ("flash", "paper", "flash,delta_output=fp32", "paper,scores=fp32")
+)
+def test_served(text):
+    assert hopper_attention.refusal(parse_numerics(text), **CALL) is None
+
+
+@pytest.mark.parametrize(
+    "text, other, reason",
+    [
+        ("flash", dict(capability=(8, 0)), "capability 8.0"),
+        ("flash", dict(probe=True), "probes"),
+        ("flash", dict(scale=-0.5), "scale=-0.5"),
+        ("flash", dict(dtype=torch.float16), "float16"),
+        ("flash", dict(shapes=[(1, 1, 9, 80)] * 3), "dimensions 80 and 80"),
+        ("flash", dict(addresses=[512, 1032, 1536]), "16 bytes"),
+        ("flash", shapes(1024, 64), "512 keys on average"),
+        ("paper", shapes(4094, 64), "2047 keys on average"),
+        ("paper", shapes(512, 128), "256 keys on average"),
+        ("flash", dict(strides=[(76_800, 19_200, 1, 300)] * 3), "strides"),
+        ("flash", dict(strides=[(76_800, 0, 64, 1)] * 3), "strides"),
+        ("flash", dict(strides=[(76_804, 19_201, 64, 1)] * 3), "strides"),
+        ("flash,tile=64", {}, "tile=64"),
+        ("stabilized", {}, "softmax=stabilized"),
+        ("paper,output=bf16:stochastic", {}, "stochastic"),
+        ("paper,row_sum_source=rounded", {}, "row_sum_source"),
+        ("paper,output_bits=2", {}, "bf16.2"),
+        ("flash,probabilities=fp32", {}, "probabilities=fp32"),
+    ],
+)
+def test_refused_in_one_sentence(text, other, reason):
+    why = hopper_attention.refusal(parse_numerics(text), **CALL | other)
+    assert reason in why and "\n" not in why
+
+
+@pytest.mark.parametrize(
+    "text, other",
+    [
+        ("flash", dict(causal=False) | shapes(2048, 64)),
+        ("flash", shapes(1, 128)),
+        ("paper", shapes(1024, 128)),
+        ("paper", dict(causal=False) | shapes(512, 128)),
+    ],
+)
+def test_served_where_it_was_faster(text, other):
+    assert hopper_attention.refusal(parse_numerics(text), **CALL | other) is None
+
+
+@pytest.mark.parametrize("Tq, Tk", [(1, 1), (5, 5), (3, 9), (9, 3), (7, 1)])
+def test_mean_keys_counts_the_mask(Tq, Tk):
+    mask = torch.ones(Tq, Tk).tril()
+    assert hopper_attention.mean_keys(Tq, Tk, causal=True) == int(mask.sum()) // Tq
+    assert hopper_attention.mean_keys(Tq, Tk, causal=False) == Tk
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("text, keys", [("flash", 128), ("paper", 64)])
+def test_the_general_kernel_sums_the_same_keys_at_a_time(text, keys, head_dim):
+    """What l is summed by here and there: with other blocks there the last bit of l may differ."""
+    assert general_blocks(parse_numerics(text), head_dim).block_n == keys
+
+
+def test_strides_of_single_elements_do_not_matter():
+    one = dict(shapes=[(1, 1, 4300, 64)] * 3, strides=[(7, 1, 64, 1)] * 3)
+    assert hopper_attention.refusal(parse_numerics("flash"), **CALL | one) is None
+    from kernels.hopper_attention import describe
+
+    x = torch.zeros(300, 64, dtype=torch.bfloat16).as_strided((1, 1, 300, 64), (7, 1, 64, 1))
+    assert [s % 8 for s in describe(x, 64).strides] == [0, 0, 0, 1]
+
+
+# -- compiled, without a GPU ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def in_flight(code):
+    """(operations, operands, registers read, accumulators) from each product to its wait.
+
+    A product reads its A operand's registers and owns its accumulator until the wait that covers
+    the group it was committed with; SASS closes a group with `gsb0`.
+    """
+    groups, reads, owns = [], set(), set()
+    for operation, operands in code:
+        if operation.startswith("HGMMA"):
+            parts = [part.strip() for part in operands.split(",")]
+            first = int(re.match(r"R(\d+)", parts[0])[1])
+            owns |= set(range(first, first + int(re.search(r"64x(\d+)x16", operation)[1]) // 2))
+            if found := re.match(r"R(\d+)", parts[1]):
+                reads |= set(range(int(found[1]), int(found[1]) + 4))
+            if "gsb0" in operands:
+                groups.append((reads, owns))
+                reads, owns = set(), set()
+        elif operation == "WARPGROUP.DEPBAR.LE":
+            left = int(re.search(r"0x([0-9a-f]+)", operands)[1], 16)
+            del groups[: max(len(groups) - left, 0)]
+        else:
+            pending = [*groups, (reads, owns)]
+            yield operation, operands, *(set().union(*x) for x in zip(*pending)), len(groups)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
+@pytest.mark.parametrize(
+    "text, head_dim", [("flash", 64), ("paper", 64), ("flash", 128), ("paper", 128)]
+)
+def test_the_softmax_runs_beside_the_products(text, head_dim, fresh_cache):
+    """Machine code, since the assembler sorts instructions: what `hold` is for."""
+    from kernels.triton_compile import compile_hopper, machine_code
+
+    built = compile_hopper(parse_numerics(text), head_dim=head_dim)
+    assert built.matrix_instructions == ("wgmma.mma_async",)
+    assert built.shared <= HOPPER_SHARED and built.spilled <= 64
+    assert "fma.rn.f32" not in built.ptx  # contraction would move a rounding
+    beside = 0
+    for operation, operands, reads, owns, groups in in_flight(machine_code(built.cubin)):
+        used = [int(x) for x in re.findall(r"\bR(\d+)\b", operands)]
+        assert not owns & set(used), (operation, operands)
+        stores = operation.startswith(("ST", "RED", "ATOM", "SYNCS", "BAR"))
+        assert stores or not used or used[0] not in reads, (operation, operands)
+        beside += operation == "MUFU.EX2" and groups >= 1
+    assert beside >= 2 * 64  # each consumer's 64 exponentials of a tile, at least
+
+
+# -- bits, on a GPU -------------------------------------------------------------------------------
+
+
+def general(q, k, v, text, causal):
+    """The kernel that serves every GPU."""
+    n, D = parse_numerics(text), q.shape[3]
+    choices = dict(numerics=n, causal=causal, scale=1 / math.sqrt(D), blocks=general_blocks(n, D))
+    return triton_attention.forward(q, k, v, **choices)
+
+
+def draw(B, Tq, Tk, head_dim):
+    """q of 6 and k, v of 2 heads, views of rows [B, T, H, D]."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    q = torch.randn(B, Tq, 6, head_dim, generator=generator, device="cuda").bfloat16()
+    k, v = torch.randn(2, B, Tk, 2, head_dim, generator=generator, device="cuda").bfloat16()
+    return [x.transpose(1, 2) for x in (2 * q, k, v + 0.5)]
+
+
+def same_bits(results):
+    first = results[0]
+    for name in ("out", "lse", "delta_output"):
+        for other in results[1:]:
+            a, b = getattr(first, name), getattr(other, name)
+            assert a is b is None or torch.equal(a, b), (name, first.out.shape)
+
+
+@pytest.fixture
+def hopper_gpu():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ("flash", "paper", "flash,delta_output=fp32"))
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("causal", (True, False))
+def test_the_bits_of_the_general_kernel(text, head_dim, causal, hopper_gpu):
+    sizes = [(1, 1), (64, 64), (128, 128), (129, 129), (1000, 1000), (384, 640), (640, 384)]
+    choices = dict(numerics=parse_numerics(text), causal=causal, scale=1 / math.sqrt(head_dim))
+    for Tq, Tk in sizes:
+        q, k, v = draw(3, Tq, Tk, head_dim)
+        twice = [hopper_attention.forward(q, k, v, **choices) for _ in range(2)]
+        same_bits([*twice, general(q, k, v, text, causal)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ("flash", "paper"))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_served_in_a_graph_and_probed_with_the_same_bits(text, head_dim, hopper_gpu, monkeypatch):
+    """The copy engine's descriptors are made on the host, at each call; a graph keeps them."""
+    q, k, v = draw(1, 4096, 4096, head_dim)
+    choices = dict(numerics=parse_numerics(text), causal=True, scale=1 / math.sqrt(head_dim))
+    calls, right = [], hopper_attention.forward
+    monkeypatch.setattr(
+        hopper_attention, "forward", lambda *x, **y: calls.append(1) or right(*x, **y)
+    )
+    plain = triton_attention.forward(q, k, v, **choices)
+    assert calls == [1]
+    probed = triton_attention.forward(q, k, v, probe=True, **choices)
+    assert calls == [1]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = triton_attention.forward(q, k, v, **choices)
+    q.copy_(q.flip(2))  # other numbers in the tensors that the graph reads
+    graph.replay()
+    assert calls == [1, 1] and not torch.equal(kept.out, plain.out)
+    same_bits([kept, triton_attention.forward(q, k, v, **choices)])
+    same_bits([plain, probed])
