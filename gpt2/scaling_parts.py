@@ -254,7 +254,7 @@ def machine_bench(
 ) -> list[dict]:
     """The rows of one preset; a failure is a row too."""
     preset, implementations, changes = plan
-    name = f"bench-{preset}-{processes}"
+    name = slug(f"bench-{preset}-{implementations}-{processes}")
     out = machine.work / f"{name}.json"
     limit = max(machine.remaining() - BENCH_ROW_S, 0.0)
     arguments = ["--presets", preset, "--implementations", implementations, "--json", str(out)]
