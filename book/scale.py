@@ -188,6 +188,26 @@ def scaling_table(found: Sequence[Archive]) -> Markdown:
     return markdown_table(head, lines)
 
 
+def compared_speeds(found: Sequence[Archive]) -> Markdown:
+    """Speeds of the training runs that are compared below, one process against several.
+
+    Medians over each run; of one process in its usual passes.
+    """
+    rows = [r for r in part(found, "losses") if r["processes"][0] == 1 < r["processes"][1]]
+    rows = [r for r in rows if "in passes" not in r["a"] and None not in r["tokens_per_s"]]
+    if not rows:
+        return missing("The speed of whole training runs on one and on several GPUs")
+    lines = []
+    for r in rows:
+        alone, together = r["tokens_per_s"]
+        count = r["processes"][1]
+        cells = [f"{alone:,.0f}", f"{together:,.0f}", f"{together / alone:.2f}"]
+        name = f"{r['where']}: {r['preset']}, {r['attention']}"
+        lines.append([name, f"1 to {count}", *cells, f"{100 * together / alone / count:.0f} %"])
+    head = ["", "GPUs", "tokens/s on one", "on all", "speed", "of ideal"]
+    return markdown_table(head, lines)
+
+
 # -- the same batches, other processes ------------------------------------------------------------
 
 

@@ -118,3 +118,15 @@ def test_the_page_runs_as_it_is():
         if cell.cell_type == "code":
             exec(compile(cell.source, cell.id, "exec"), names)
     assert names["config"].preset == "paper"
+
+
+def test_speeds_of_compared_runs_leave_out_those_in_passes(tmp_path):
+    usual = LOSSES | dict(a="large, alone", comparison="large, alone / large, together")
+    rows = [
+        r | dict(preset="gpt2s", attention="flash", processes=[1, 2], passes=[16, 8])
+        for r in (usual | dict(tokens_per_s=[400e3, 780e3]), LOSSES | dict(tokens_per_s=[1, 2]))
+    ]
+    told = scale.compared_speeds(written(tmp_path, rows)).data
+    assert "gpt2s, flash | 1 to 2 | 400,000 | 780,000 | 1.95 | 98 % |" in told
+    assert told.count("1 to 2") == 1
+    assert "not in any archive" in scale.compared_speeds([]).data
