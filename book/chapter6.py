@@ -136,12 +136,33 @@ def standing(rows: Sequence[Mapping]) -> Markdown:
         f"diverged, in {len({row['recipe'] for row in failed})} recipes; {cut} more were cut by "
         "the clock before anything happened."
     ]
-    best = best_recipe(rows)
-    if best is None:
-        told.append("**No recipe separates low precision from its twin so far.**")
-    else:
+    best, shown = best_recipe(rows), shown_recipe(rows)
+    if best is not None:
         told.append(f"The best recipe so far is **{best}**: {_recipe_sentence(rows, best)}")
+    else:
+        told.append("**No recipe separates low precision from its twin by divergence so far.**")
+    if best is None and shown is not None:
+        told.append(f"**By its onset {shown} does**: {_onset_sentence(rows, shown)}")
     return Markdown(" ".join(told))
+
+
+def _onset_sentence(rows: Sequence[Mapping], recipe: str) -> str:
+    """Of the seeds that have a twin: who left its course, and how far the twins went."""
+    twins = {row["seed"]: row for row in of(rows, recipe, "delta_fp32")}
+    low = [row for row in of(rows, recipe, "low") if row["seed"] in twins]
+    begun = [row for row in low if row["onset_step"] is not None]
+    gone = [twins[row["seed"]] for row in begun]
+    outlived = [t for t, r in zip(gone, begun) if t["steps"] >= HEALTHY_FACTOR * r["onset_step"]]
+    kind = "verdict" if len(low) >= VERDICT_RUNS else "observed, not a verdict"
+    return (
+        f"ties or norms of low precision leave the course of the twin with $\\delta$ from an fp32 "
+        f"$O$ in {len(begun)} of {len(low)} seeds, at step "
+        f"{span(sorted(row['onset_step'] for row in begun))}. The twins, which went on to step "
+        f"{span(sorted(row['steps'] for row in gone))}, failed in "
+        f"{sum(row['kind'] in FAILED for row in gone)} of {len(gone)}; "
+        f"{len(outlived)} of {len(gone)} went on for {HEALTHY_FACTOR:g} times the steps to the "
+        f"onset, as the rule asks ({kind})."
+    )
 
 
 def _recipe_sentence(rows: Sequence[Mapping], recipe: str) -> str:

@@ -14,7 +14,7 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import HEALTHY_FACTOR
 
-from .chapter6 import best_recipe, of, was_cut
+from .chapter6 import best_recipe, of, shown_recipe, was_cut
 from .experiments import Experiment
 from .gpu_experiments import BUILDERS
 from .regimes import RECIPES
@@ -37,8 +37,10 @@ def missing_runs(experiment: Experiment, recipe: str, rows: Sequence[Mapping]) -
 
 
 def steps_to_failure(recipe: str, rows: Sequence[Mapping]) -> float:
-    """Median over the recipe's failures in bf16; the declared limit where there is none."""
-    failed = [r["diverged_step"] for r in of(rows, recipe, "low") if r["kind"] == "diverged"]
+    """Median over the recipe's failures in bf16; of its onsets, or the declared limit, if none."""
+    low = of(rows, recipe, "low")
+    failed = [r["diverged_step"] for r in low if r["kind"] == "diverged"]
+    failed = failed or [r["onset_step"] for r in low if r["onset_step"] is not None]
     return float(np.median(failed)) if failed else float(RECIPES[recipe].most)
 
 
@@ -53,9 +55,10 @@ def speed(recipe: str, rows: Sequence[Mapping]) -> float | None:
 def remaining_table(rows: Sequence[Mapping], recipe: str | None = None) -> Markdown:
     """One line per experiment: runs declared, missing, and hours of one GPU for those.
 
-    recipe: the best one by default; if there is none, the first that was declared, without costs.
+    recipe: the best one by default, or the one that shows an onset; if there is none, the first
+    that was declared, without costs.
     """
-    chosen = recipe or best_recipe(rows)
+    chosen = recipe or shown_recipe(rows)
     name = chosen or next(iter(RECIPES))
     steps, pace = steps_to_failure(name, rows), speed(name, rows)
     lines = []
@@ -85,7 +88,7 @@ def _hours(experiment: Experiment, left: Sequence, steps: float, pace: float) ->
 
 def remaining_words(rows: Sequence[Mapping]) -> Markdown:
     """On what the costs rest."""
-    chosen = best_recipe(rows)
+    chosen = shown_recipe(rows)
     if chosen is None:
         told = (
             "No recipe has been found, so the costs are unknown: first one of them must fail. The "
@@ -93,8 +96,9 @@ def remaining_words(rows: Sequence[Mapping]) -> Markdown:
         )
     else:
         steps, pace = steps_to_failure(chosen, rows), speed(chosen, rows)
+        which = "" if best_recipe(rows) else " (judged by its onset, since none diverged)"
         told = (
-            f"For recipe {chosen}: {HEALTHY_FACTOR:g} times {steps:,.0f} steps a run at "
+            f"For recipe {chosen}{which}: {HEALTHY_FACTOR:g} times {steps:,.0f} steps a run at "
             f"{pace:,.0f} steps a second, as archived, one run after the other. Runs side by side "
             "share a GPU; runs that fail early cost less."
         )

@@ -185,6 +185,11 @@ def test_arms_of_a_recipe_that_shows_an_onset_alone_are_told_too(tmp_path):
     save(tmp_path, "sites-tiny", forks)
     rows = read(tmp_path)
     assert c6.best_recipe(rows) is None and c6.shown_recipe(rows) == "tiny"
+    told = c6.standing(rows).data
+    assert "By its onset tiny does" in told and "in 1 of 1 seeds, at step 700" in told
+    assert "failed in 0 of 1; 0 of 1 went on for 1.5 times" in told  # 900 < 1.5 x 700
+    assert "| `python -m book.evidence sites --recipe tiny` |" in remaining_table(rows).data
+    assert "judged by its onset" in remaining_words(rows).data
     assert "only_scores" in c6.arm_tables(rows).data
     words = "failed or showed an onset: only_scores (1 of 1); did not: only_output (0 of 1)"
     assert words in c6.what_you_saw(rows, "").data
