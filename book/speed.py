@@ -65,22 +65,18 @@ def best_sdpa(of_shape: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def rate_table(rows: Sequence[Mapping], head_dim: int) -> Markdown:
-    """TFLOP/s, a line per implementation and a column per direction, mask and length."""
+    """TFLOP/s, a line per direction, mask and length, and a column per implementation."""
     shapes = {key: of for key, of in rates(rows).items() if key[2] == head_dim}
     names = [n for n in (*OURS, *SDPA, "flex") if any(n in of for of in shapes.values())]
     lines = []
-    for name in names:
-        cells = []
-        for of in shapes.values():
-            best, rate = best_sdpa(of), of.get(name)
+    for (direction, causal, _, length), of in shapes.items():
+        best, cells = best_sdpa(of), []
+        for name in names:
+            rate = of.get(name)
             share = f" ({rate / best[1]:.2f})" if rate and best and name in OURS else ""
             cells.append("none" if rate is None else f"{rate:.0f}{share}")
-        lines.append([f"`{name}`", *cells])
-    header = [
-        f"{direction}, {'causal' if causal else 'full'}, {length:,}"
-        for direction, causal, _, length in shapes
-    ]
-    return markdown_table(["TFLOP/s", *header], lines)
+        lines.append([f"{direction}, {'causal' if causal else 'full'}, {length:,}", *cells])
+    return markdown_table(["TFLOP/s", *(f"`{name}`" for name in names)], lines)
 
 
 @styled
