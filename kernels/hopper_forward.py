@@ -12,7 +12,8 @@ Under the row reference (RUNNING false) a first pass over the keys finds the fin
 A program takes several blocks of 128 query rows in turn, a long and a short one of a head (causal)
 at a time, and the producers run ahead of the block that is being computed. Tiles of K and of V are
 numbered over all that a program reads: tile g is in buffer g % STAGES, for the (g // STAGES)-th
-time. The last tile of a block is the only one that needs a mask, and has code of its own.
+time; likewise blocks of Q, for which each consumer has two buffers. Only the last tile of a block
+needs a mask. It shares the code of the others: with a copy for itself, programs were slower.
 
 Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; out and
 lse contiguous. `unit` and RAW are those of `kernels.triton_forward`.
@@ -30,6 +31,7 @@ from .hopper_tiles import (
     TILE,
     attend,
     await_tile,
+    divide,
     round_to_bf16,
     rounded_scores,
     row_maximum,
@@ -88,7 +90,6 @@ def consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    q = q_bufs.index(PART).reshape([ROWS, q_bufs.shape[4]])
     unit = scale * 0.0 + 1.0
     if RAW:
         unit = scale
@@ -102,14 +103,18 @@ def consumer(
             tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
             first = start + PART * ROWS
             rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-            mbarrier.wait(q_full, turn & 1)
+            slot = turn % 2 * PARTS + PART
+            q = q_bufs.index(slot).reshape([ROWS, q_bufs.shape[4]])
+            mbarrier.wait(q_full.index(slot), (turn // 2) & 1)
+            own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(slot), k_full, k_free, v_full,
+                   v_free, still)  # fmt: skip
             m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             if not RUNNING:  # rounding keeps order: the maximum is that of the rounded scores
-                m = row_maximum(q, rings, rows, gk, tiles, Tk, S_LAYOUT, STAGES, CAUSAL)
+                m = row_maximum(q, own, rows, gk, tiles, Tk, S_LAYOUT, STAGES, CAUSAL)
                 m = rounded_scores(m, scale, RAW, ROUND_S)
                 gk += tiles
             acc, m, l = attend(
-                q, rings, rows, m, gk, gv, tiles, Tk, scale, factor, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                q, own, rows, m, gk, gv, tiles, Tk, scale, factor, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 STAGES, CAUSAL, RUNNING, RAW, ROUND_S)  # fmt: skip
             gk += tiles
             gv += tiles
@@ -121,7 +126,7 @@ def consumer(
             bar = acc
             if ROUND_BAR:
                 bar = round_to_bf16(acc)
-            store_rows(out_ptr + row_base * DV, gl.div_rn(bar, l), first, Tq)
+            store_rows(out_ptr + row_base * DV, divide(bar, l), first, Tq)
             if HP:
                 store_rows(hp_ptr + row_base * DV, gl.div_rn(acc, l), first, Tq)
 
@@ -160,6 +165,20 @@ def fetch(desc, b, h, row, bufs, full, free, g, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def fetch_queries(q_desc, rings, b, h, start, turn):
+    """Ask for Q of a block, for each consumer once it has read what is in its buffer."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    for part in gl.static_range(PARTS):
+        slot = turn % 2 * PARTS + part
+        if turn >= 2:
+            mbarrier.wait(q_free.index(slot), (turn // 2 - 1) & 1)
+        ready = q_full.index(slot)
+        mbarrier.expect(ready, q_desc.block_type.nbytes)
+        place = [b, h, start + part * ROWS, 0]
+        tma.async_copy_global_to_shared(q_desc, place, ready, q_bufs.index(slot))
+
+
+@gluon.jit
 def keys_producer(
     q_desc, k_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr
 ):  # fmt: skip
@@ -175,16 +194,10 @@ def keys_producer(
             h = head % H
             tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
             reads = tiles if RUNNING else 2 * tiles
+            fetch_queries(q_desc, rings, b, h, start, turn)
             for j in range(reads):
                 fetch(k_desc, b, h // GROUP, (j % tiles) * TILE, k_bufs, k_full, k_free, g, STAGES)
                 g += 1
-                if j == 0:  # the first keys can be asked for while the last block's Q is in use
-                    if turn > 0:
-                        mbarrier.wait(q_free, (turn - 1) & 1)
-                    mbarrier.expect(q_full, PARTS * q_desc.block_type.nbytes)
-                    for part in gl.static_range(PARTS):
-                        place = [b, h, start + part * ROWS, 0]
-                        tma.async_copy_global_to_shared(q_desc, place, q_full, q_bufs.index(part))
             turn += 1
 
 
@@ -221,14 +234,14 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """Pairs of blocks number program, program + programs, ... of `units`. See the docstring."""
     dtype: gl.constexpr = q_desc.dtype
-    Q_SHAPE: gl.constexpr = [PARTS] + q_desc.block_type.shape
+    Q_SHAPE: gl.constexpr = [2 * PARTS] + q_desc.block_type.shape
     K_SHAPE: gl.constexpr = [STAGES] + k_desc.block_type.shape
     V_SHAPE: gl.constexpr = [STAGES] + v_desc.block_type.shape
     q_bufs = gl.allocate_shared_memory(dtype, Q_SHAPE, q_desc.layout)
     k_bufs = gl.allocate_shared_memory(dtype, K_SHAPE, k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)
-    q_full = barriers(1, 1).index(0)
-    q_free = barriers(1, PARTS).index(0)
+    q_full = barriers(2 * PARTS, 1)
+    q_free = barriers(2 * PARTS, 1)
     k_full = barriers(STAGES, 1)
     k_free = barriers(STAGES, PARTS)
     v_full = barriers(STAGES, 1)

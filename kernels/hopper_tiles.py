@@ -78,6 +78,45 @@ def round_to_bf16(x):
         "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
 
 
+def _quotients(n: int) -> str:
+    """PTX of `divide`: results $0 on, then n each of x, l, its reciprocals y and the least x."""
+    x, l, y, least = ([f"${k * n + i}" for i in range(n)] for k in (1, 2, 3, 4))
+    lines = [".reg .pred odd;", ".reg .f32 e, size;", "setp.ne.b32 odd, 0, 0;"]
+    for i in range(n):
+        lines.append(f"mul.rn.f32 ${i}, {x[i]}, {y[i]};")
+        for _ in range(2):
+            lines.append(f"neg.f32 e, ${i};")
+            lines.append(f"fma.rn.f32 e, e, {l[i]}, {x[i]};")
+            lines.append(f"fma.rn.f32 ${i}, e, {y[i]}, ${i};")
+    for i in range(n):
+        lines.append(f"abs.f32 size, {x[i]};")
+        lines.append(f"setp.ltu.or.f32 odd, size, {least[i]}, odd;")
+        lines.append("setp.gt.or.f32 odd, size, 0f7B800000, odd;")  # 2^120
+    lines.append("@!odd bra DONE;")
+    lines += [f"div.rn.f32 ${i}, {x[i]}, {l[i]};" for i in range(n)]
+    return "{ " + " ".join(lines) + " DONE: }"
+
+
+QUOTIENTS = gl.constexpr(_quotients(8))
+QUOTIENT_OPERANDS = gl.constexpr(",".join(8 * ["=&r"] + 32 * ["r"]))
+
+
+@gluon.jit
+def divide(x, l):
+    """x / l of two blocks, l > 0, as `div.rn` rounds it, without a branch for each number.
+
+    The quotient from the rounded reciprocal, corrected twice by its exact remainder, is the
+    nearest number (Markstein 1990: a correctly rounded reciprocal, a faithful quotient) while the
+    remainder does not underflow. Where it may, eight numbers of a thread take the instruction,
+    which branches for each and so computes one after the other.
+    """
+    y = gl.div_rn(l * 0.0 + 1.0, l)
+    least = gl.where((l >= 2.0**-4) & (l <= 2.0**24), 2.0**-96, float("inf"))
+    return gl.inline_asm_elementwise(
+        QUOTIENTS, QUOTIENT_OPERANDS, [x, l, y, least], dtype=gl.float32, is_pure=True,
+        pack=8)  # fmt: skip
+
+
 @gluon.jit
 def rounded_scores(s, scale, RAW: gl.constexpr, ROUND_S: gl.constexpr):
     """S in `unit`s, on its grid."""
@@ -170,16 +209,19 @@ def row_maximum(
 def step(
     p, acc, m, l, gk, gv, start, q, rings, rows, Tk, scale, factor, S_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
-    RAW: gl.constexpr, ROUND_S: gl.constexpr, MASKED: gl.constexpr,
+    RAW: gl.constexpr, ROUND_S: gl.constexpr,
 ):  # fmt: skip
-    """The tile gk, gv, whose softmax runs beside P_bar V of the last; p is that P_bar."""
+    """The tile gk, gv, whose softmax runs beside P_bar V of the one before; p is that P_bar.
+
+    start: first key of the block's last tile, which alone needs a mask; -1 in the others.
+    """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     acc = ask_output(p, rings, acc, gv - 1, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_free, gk, STAGES)
     s = rounded_scores(s, scale, RAW, ROUND_S)
-    if MASKED:
+    if start >= 0:
         mbarrier.arrive(q_free, count=1)
         s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
     wide, m, l, rescale = softmax_tile(s, m, l, factor, RUNNING)
@@ -209,15 +251,12 @@ def attend(
         s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
     wide, m, l, rescale = softmax_tile(s, m, l, factor, RUNNING)
     p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
-    for j in range(1, tiles - 1):
-        p, acc, m, l = step(
-            p, acc, m, l, gk + j, gv + j, 0, q, rings, rows, Tk, scale, factor, S_LAYOUT, P_LAYOUT,
-            STAGES, CAUSAL, RUNNING, RAW, ROUND_S, False)  # fmt: skip
     last = tiles - 1
-    if last > 0:
+    for j in range(1, tiles):
+        start = gl.where(j == last, j * TILE, -1)
         p, acc, m, l = step(
-            p, acc, m, l, gk + last, gv + last, last * TILE, q, rings, rows, Tk, scale, factor,
-            S_LAYOUT, P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S, True)  # fmt: skip
+            p, acc, m, l, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor, S_LAYOUT,
+            P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S)  # fmt: skip
     acc = ask_output(p, rings, acc, gv + last, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv + last, STAGES)

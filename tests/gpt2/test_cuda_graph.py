@@ -12,6 +12,7 @@ from gpt2.distributed import Group
 from gpt2.loop import Trainer
 from gpt2.runs import RunStore
 from gpt2.train import train
+from kernels import hopper_attention, triton_attention
 from kernels.formats import FP64
 
 CUDA = torch.device("cuda")
@@ -238,6 +239,28 @@ def test_thirty_steps_by_a_graph_move_no_bit(place, attention, optimizer, micro,
         assert torch.equal(a, b), name
     left, right = t.optimizers.state_tensors(), plain.optimizers.state_tensors()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@gpu
+@pytest.mark.parametrize("micro, compiled", [(8, "on"), (8, "off"), (4, "on")])
+def test_the_forward_for_hopper_gpus_moves_no_bit_of_a_run(place, micro, compiled, monkeypatch):
+    """Heads and context of GPT-2, captured, beside the general kernel launched step by step."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    options = dict(attention="flash", block_size=1024, batch_size=8, micro_batch_size=micro)
+    launches, launch = [], hopper_attention.forward
+    monkeypatch.setattr(
+        hopper_attention, "forward", lambda *x, **y: launches.append(1) or launch(*x, **y)
+    )
+    t, found = stepped(place, 10, cuda_graph="on", compile=compiled, **options)
+    served = len(launches)
+    assert served > 0 and t.graph.replays == 9 * (8 // micro)
+    monkeypatch.setattr(triton_attention, "_refused_by_hopper", lambda *x: "not in this run")
+    plain, expected = stepped(place, 10, cuda_graph="off", compile=compiled, **options)
+    assert len(launches) == served
+    assert torch.equal(found, expected)
+    for (name, a), b in zip(t.model.named_parameters(), plain.model.parameters()):
+        assert torch.equal(a, b), name
 
 
 @gpu

@@ -42,8 +42,8 @@ def test_served(text):
         ("flash", dict(dtype=torch.float16), "float16"),
         ("flash", dict(shapes=[(1, 1, 9, 80)] * 3), "dimensions 80 and 80"),
         ("flash", dict(addresses=[512, 1032, 1536]), "16 bytes"),
-        ("flash", shapes(1024, 64), "512 keys on average"),
-        ("paper", shapes(4094, 64), "2047 keys on average"),
+        ("flash", shapes(1022, 64), "511 keys on average"),
+        ("paper", shapes(2558, 64), "1279 keys on average"),
         ("paper", shapes(512, 128), "256 keys on average"),
         ("flash", dict(strides=[(76_800, 19_200, 1, 300)] * 3), "strides"),
         ("flash", dict(strides=[(76_800, 0, 64, 1)] * 3), "strides"),
@@ -64,7 +64,9 @@ def test_refused_in_one_sentence(text, other, reason):
 @pytest.mark.parametrize(
     "text, other",
     [
-        ("flash", dict(causal=False) | shapes(2048, 64)),
+        ("flash", shapes(1024, 64)),
+        ("flash", dict(causal=False) | shapes(512, 64)),
+        ("paper", shapes(2560, 64)),
         ("flash", shapes(1, 128)),
         ("paper", shapes(1024, 128)),
         ("paper", dict(causal=False) | shapes(512, 128)),
@@ -141,7 +143,8 @@ def test_the_softmax_runs_beside_the_products(text, head_dim, fresh_cache):
     built = compile_hopper(parse_numerics(text), head_dim=head_dim)
     assert built.matrix_instructions == ("wgmma.mma_async",)
     assert built.shared <= HOPPER_SHARED and built.spilled <= 64
-    assert "fma.rn.f32" not in built.ptx  # contraction would move a rounding
+    own = re.sub(r"// begin inline asm.*?// end inline asm", "", built.ptx, flags=re.DOTALL)
+    assert "fma.rn.f32" not in own  # contraction would move a rounding; `divide` asks for its own
     beside = 0
     for operation, operands, reads, owns, groups in in_flight(machine_code(built.cubin)):
         used = [int(x) for x in re.findall(r"\bR(\d+)\b", operands)]
