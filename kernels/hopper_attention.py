@@ -18,15 +18,14 @@ from .result import ForwardResult
 
 ROWS, PARTS, TILE = 64, 2, 128  # rows of a consumer, consumers of a program, keys of a tile
 
-# Fraction bits of the sites that the kernel serves, 23 for more.
-BITS = dict(
-    inputs=(7, 23),
-    scores=(7, 23),
-    probabilities=(7,),
-    unnormalized=(7, 23),
-    output=(7,),
-    delta_output=(23,),
-)
+# Fraction bits of the sites that the kernel serves, by reference: those of `flash` and of `paper`,
+# with inputs in bf16. It can more (fp32 O for delta, no causal mask), which `refusal` leaves to
+# the general kernel for as long as that has not been compared on a GPU.
+BITS = {
+    "running": dict(scores=23, unnormalized=23),
+    "row": dict(scores=7, unnormalized=7),
+}
+BOTH = dict(probabilities=7, output=7)
 
 
 # Keys that a query sees, on average, from which on the kernel is the faster of the two, by head
@@ -77,6 +76,8 @@ def refusal(
         return why
     if probe:
         return "probes are on"
+    if not causal:
+        return "there is no causal mask"
     if not scale > 0:
         return f"scale={scale} is not positive"
     if dtype != torch.bfloat16:
@@ -116,10 +117,12 @@ def _refused_numerics(n: Numerics) -> str | None:
         return "a site rounds stochastically"
     if n.row_sum_source != "unrounded":
         return f"row_sum_source={n.row_sum_source}: only unrounded is served"
-    for name, served in BITS.items():
+    for name, bits in (BITS[n.reference] | BOTH).items():
         site = getattr(n, name)
-        if site is not None and min(site.format.fraction_bits, 23) not in served:
+        if min(site.format.fraction_bits, 23) != bits:
             return f"{name}={site}: not served"
+    if n.delta_output is not None:
+        return f"delta_output={n.delta_output}: not served"
     return None
 
 
