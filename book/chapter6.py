@@ -104,18 +104,26 @@ def shown_recipe(rows: Sequence[Mapping]) -> str | None:
 # -- what was tried -------------------------------------------------------------------------------
 
 
-def recipe_table() -> Markdown:
-    """Every declared recipe: what it departs from its preset in."""
+def recipe_table(rows: Sequence[Mapping] = ()) -> Markdown:
+    """The declared recipes: what each departs from its preset in; those not tried, by name.
+
+    rows: archived runs; without any, every recipe has its line.
+    """
     plain = ("eval_interval", "probe_interval", "checkpoint_interval", "device", "dtype")
+    tried = {row["recipe"] for row in rows} or set(RECIPES)
     lines = []
-    for name, how in RECIPES.items():
+    for name in (name for name in RECIPES if name in tried):
+        how = RECIPES[name]
         config = how.config
         told = ", ".join(f"`{k}={v}`" for k, v in how.changes if k not in plain)
         shape = f"{config.n_layer} x {config.n_head} x {config.head_dim}"
         tokens = f"{config.tokens_per_step:,}"
         lines.append([name, how.preset, told or "none", shape, tokens, f"{how.most:,}"])
     header = ["recipe", "preset", "changes", "layers x heads x width", "tokens a step"]
-    return markdown_table([*header, "must fail within"], lines)
+    table = markdown_table([*header, "must fail within"], lines).data
+    left = [name for name in RECIPES if name not in tried]
+    more = f"\n\nDeclared and not tried yet: {', '.join(left)}." if left else ""
+    return Markdown(table + more)
 
 
 def standing(rows: Sequence[Mapping]) -> Markdown:

@@ -76,7 +76,7 @@ def rate_table(rows: Sequence[Mapping], head_dim: int) -> Markdown:
             share = f" ({rate / best[1]:.2f})" if rate and best and name in OURS else ""
             cells.append("none" if rate is None else f"{rate:.0f}{share}")
         lines.append([f"{direction}, {'causal' if causal else 'full'}, {length:,}", *cells])
-    return markdown_table(["TFLOP/s", *(f"`{name}`" for name in names)], lines)
+    return markdown_table(["TFLOP/s", *(name.replace("-", " ") for name in names)], lines)
 
 
 @styled

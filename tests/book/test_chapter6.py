@@ -267,3 +267,12 @@ def test_a_run_that_was_cut_gives_way_to_a_longer_one():
     assert c6.of([cut, whole], "r", "low") == [whole]
     assert c6.of([cut], "r", "low") == [cut]
     assert c6.of([whole, whole], "r", "low") == [whole, whole]
+
+
+def test_recipes_that_were_not_tried_are_named_below_the_table(tmp_path):
+    save(tmp_path, "recipes", confirmed())
+    told = c6.recipe_table(read(tmp_path)).data
+    table, _, left = told.partition("Declared and not tried yet: ")
+    assert "| tiny |" in table and "| mini-lr3 |" not in table
+    assert "mini-lr3" in left and "tiny," not in left.split()
+    assert "not tried" not in c6.recipe_table().data
