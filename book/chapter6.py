@@ -298,10 +298,11 @@ def is_unwell(row: Mapping) -> bool:
 def paired(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
     """'tiny, seed 0' -> the runs on the same batches, low precision first.
 
-    Real pairs, and low precision alone where its scores grew (`book.signs`).
+    Real pairs, and low precision alone where its scores grew (`book.signs`); the recipe that
+    separates them comes first.
     """
-    out = {}
-    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+    out, first = {}, shown_recipe(rows)
+    for recipe in sorted(dict.fromkeys(row["recipe"] for row in rows), key=lambda r: r != first):
         for low in of(rows, recipe, "low"):
             arms = [r for arm in ARMS for r in of(rows, recipe, arm) if r["seed"] == low["seed"]]
             if len(arms) > 1 or signs(low).grew:

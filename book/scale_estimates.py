@@ -91,7 +91,9 @@ def time_table(
     row = measured_speed(config, rows)
     if row:
         speed = row["tokens_per_s"]
-        source = f"measured on one {row['machine']}, {row['date']} (MFU {mfu_text(row['mfu'])})"
+        source = (
+            f"measured on one GPU, {row['machine']}, {row['date']} (MFU {mfu_text(row['mfu'])})"
+        )
     else:
         peak = peak_flops(device)
         if peak is None:

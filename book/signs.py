@@ -86,18 +86,18 @@ def signs_table(rows: Sequence[Mapping]) -> Markdown:
                 row["label"],
                 row["seed"],
                 f"{row['steps']:,}",
+                onset,
                 _at(found.ties, 2),
                 _at(found.norm, 0),
                 _at(found.score, 0),
                 number(found.score_growth, 1),
                 number(found.loss_above_best, 3),
-                onset,
             ]
         )
     if not lines:
         return Markdown(f"*No run of {LONG:,} steps or more is archived.*")
-    header = ["recipe", "arm", "seed", "steps", "tied rows, most", "norm of W_Q, most"]
-    header += ["largest score", "times its early value", "held-out loss above best", "onset"]
+    header = ["recipe", "arm", "seed", "steps", "onset", "tied rows, most", "norm of W_Q, most"]
+    header += ["largest score", "times its early value", "held-out loss above best"]
     return markdown_table(header, lines)
 
 

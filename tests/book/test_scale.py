@@ -51,7 +51,7 @@ def test_times_are_measured_where_a_measurement_is_archived():
     other = where | SPEED | {"implementation": "flash"}
     assert "assumed" in time_table(config, [1], [other], "NVIDIA H200", 0.5).data
     found = time_table(config, [1, 4], [where | SPEED], "NVIDIA H200", 0.5).data
-    assert "| 1 | 100,000 | 36.4 |" in found and "measured on one NVIDIA H200" in found
+    assert "| 1 | 100,000 | 36.4 |" in found and "measured on one GPU, NVIDIA H200" in found
     with pytest.raises(ValueError, match="'abacus'; name another"):
         time_table(config, [1], [], "abacus", 0.5)
 
