@@ -12,7 +12,7 @@ from pathlib import Path
 
 from IPython.display import Markdown
 
-from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS
+from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS, is_healthy
 
 from .captions import Captioned, archived, caption
 from .evidence import RESULTS, Archive, archives
@@ -160,7 +160,7 @@ def _onset_sentence(rows: Sequence[Mapping], recipe: str) -> str:
     low = [row for row in of(rows, recipe, "low") if row["seed"] in twins]
     begun = [row for row in low if row["onset_step"] is not None]
     gone = [twins[row["seed"]] for row in begun]
-    outlived = [t for t, r in zip(gone, begun) if t["steps"] >= HEALTHY_FACTOR * r["onset_step"]]
+    outlived = [t for t, r in zip(gone, begun) if is_healthy(t["steps"], r["onset_step"])]
     kind = "verdict" if len(low) >= VERDICT_RUNS else "observed, not a verdict"
     return (
         f"ties or norms of low precision leave the course of the twin with $\\delta$ from an fp32 "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from gpt2.outcomes import SIGNALS
 from gpt2.schema import RunConfig
 from kernels.numerics import SITE_NAMES, Site, parse_numerics
 
@@ -34,7 +35,7 @@ def failure(name: str, how: Regime | None = None) -> Experiment:
     question = "Does bf16 fail where its twin with delta from an fp32 O does not?"
     found = in_regime(f"failure-{name}", how.low, question, how)
     arms = (*found.arms, *_others(how.low))
-    return replace(found, chapter=6, arms=arms, heads=("spectral_norm_q", "tie_rate"))
+    return replace(found, chapter=6, arms=arms, heads=tuple(SIGNALS))
 
 
 def _others(low: str) -> Iterable[Arm]:
@@ -131,7 +132,7 @@ def _changed(name: str, kind: str, question: str, changes: dict) -> Experiment:
         arms=tuple(arms),
         failing=failing,
         twin=twin,
-        heads=("spectral_norm_q", "tie_rate"),
+        heads=tuple(SIGNALS),
     )
 
 

@@ -193,8 +193,13 @@ def compared_speeds(found: Sequence[Archive]) -> Markdown:
 
     Medians over each run; of one process in its usual passes.
     """
-    rows = [r for r in part(found, "losses") if r["processes"][0] == 1 < r["processes"][1]]
-    rows = [r for r in rows if "in passes" not in r["a"] and None not in r["tokens_per_s"]]
+    rows = [
+        r
+        for r in part(found, "losses")
+        if r["processes"][0] == 1 < r["processes"][1]
+        and "in passes" not in r["a"]
+        and None not in r["tokens_per_s"]
+    ]
     if not rows:
         return missing("The speed of whole training runs on one and on several GPUs")
     lines = []

@@ -21,7 +21,8 @@ from gpt2.runs import Run, RunStore
 
 from . import ROOT
 from .chapter2 import search_sites
-from .evidence import RESULTS, run_experiment, save_archive, seed_list, with_settings
+from .evidence import RESULTS, save_archive, seed_list, with_settings
+from .experiment_runs import run_experiment
 from .experiments import isolation
 from .forks import fork_end, fork_step
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from .numerics import Numerics
 from .result import ForwardResult
 
-ROWS, PARTS, TILE = 64, 2, 128  # rows of a consumer, consumers of a program, keys of a tile
+# Query rows of a consumer, consumers of a program, and keys of a tile, as `flash` says.
+ROWS, PARTS, TILE = 64, 2, 128
 
 # Fraction bits of the sites that the kernel serves, by reference: those of `flash` and of `paper`,
 # with inputs in bf16. It can more (fp32 O for delta, no causal mask), which `refusal` leaves to

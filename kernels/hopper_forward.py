@@ -36,9 +36,7 @@ from .hopper_tiles import (
     rounded_scores,
     row_maximum,
 )
-
-LOG2E = gl.constexpr(1.4426950408889634)
-
+from .triton_common import LOG2E
 
 # -- which blocks a program computes --------------------------------------------------------------
 

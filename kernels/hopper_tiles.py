@@ -14,9 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = gl.constexpr(64)  # query rows of a consumer
-PARTS = gl.constexpr(2)  # consumers of a program
-TILE = gl.constexpr(128)  # keys of a tile, as the numerics of `flash` say
+from . import hopper_attention
+from .triton_common import BF16_PAIR
+
+ROWS = gl.constexpr(hopper_attention.ROWS)
+PARTS = gl.constexpr(hopper_attention.PARTS)
+TILE = gl.constexpr(hopper_attention.TILE)
 
 
 # -- rings of buffers -----------------------------------------------------------------------------
@@ -71,11 +74,7 @@ def ask_output(p, rings, acc, g, STAGES: gl.constexpr):
 def round_to_bf16(x):
     """fp32 -> fp32 on the grid of bf16, ties to even: two numbers per conversion."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 pair;
-        cvt.rn.bf16x2.f32 pair, $3, $2;
-        shl.b32 $0, pair, 16;
-        and.b32 $1, pair, 0xffff0000; }""",
-        "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
+        BF16_PAIR, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
 
 
 def _quotients(n: int) -> str:

@@ -72,6 +72,13 @@ GRAD_K = tl.constexpr(STREAMS["grad_k"])
 GRAD_V = tl.constexpr(STREAMS["grad_v"])
 
 
+# Two fp32 numbers to the grid of bf16, ties to even, in one conversion. PTX.
+BF16_PAIR = tl.constexpr("""{ .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000; }""")
+
+
 @triton.jit
 def round_to_bf16(x):
     """fp32 -> fp32 on the grid of bf16, ties to even: two numbers per conversion.
@@ -83,11 +90,7 @@ def round_to_bf16(x):
         return x.to(tl.bfloat16).to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 pair;
-            cvt.rn.bf16x2.f32 pair, $3, $2;
-            shl.b32 $0, pair, 16;
-            and.b32 $1, pair, 0xffff0000; }""",
-            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
+            BF16_PAIR, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)  # fmt: skip
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gpt2.outcomes import HEALTHY_FACTOR, VERDICT_RUNS
+from gpt2.outcomes import VERDICT_RUNS, is_healthy
 from kernels.forensics import sign_test
 
 from ..evidence import Archive
@@ -276,9 +276,10 @@ def _begun(rows: Rows) -> int:
 
 def _outlived(row: Mapping, twin: Mapping) -> bool:
     """Whether the twin ran long enough past the row's onset, or as long, to be a comparison."""
+    if twin["kind"] in FAILED:
+        return False
     begun = row["onset_step"]
-    wanted = row["steps"] if begun is None else HEALTHY_FACTOR * begun
-    return twin["kind"] not in FAILED and twin["steps"] >= wanted
+    return twin["steps"] >= row["steps"] if begun is None else is_healthy(twin["steps"], begun)
 
 
 class _Setting(NamedTuple):
