@@ -115,6 +115,8 @@ RECIPES = {  # in the order in which they are tried; those that are decided come
     "mini-d2-w192-lr3": _mini(90_000, n_layer=2, n_head=3, n_embd=192),
     "mini-lr2": _mini(48_000, learning_rate=2e-3),
     "mini-lr5": _mini(learning_rate=5e-3),
+    "mini-b16-lr4": _mini(60_000, learning_rate=4e-3, batch_size=16),
+    "mini-b32-lr4": _mini(48_000, learning_rate=4e-3, batch_size=32),
     "small-lr10": _small(learning_rate=1e-2),
     "mini-b16-lr3": _mini(60_000, batch_size=16),
     "small-lr6": _small(learning_rate=6e-3),

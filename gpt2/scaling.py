@@ -100,6 +100,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limit-s", type=float, default=540.0, help="end after this (540)")
     p.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     p.add_argument(
+        "--numerics", help="whose speed: flash,paper (default; exact,paper with --device cpu)"
+    )
+    p.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cuda, or toys on cpu"
     )
     p.add_argument("--processes", type=int, help="default: one per GPU; 2 on a CPU")
@@ -121,8 +124,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: there is no GPU here; use --device cpu for toys", file=sys.stderr)
         return 2
+    try:
+        numerics = args.numerics.split(",") if args.numerics else ()
+        plan = study(args.device, args.corpus, numerics)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    plan = study(args.device, args.corpus)
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         work = Path(args.work or folder)
         work.mkdir(parents=True, exist_ok=not args.work)

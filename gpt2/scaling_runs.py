@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,7 +25,11 @@ class Study:
     bench: tuple[tuple[str, str, tuple[str, ...]], ...]  # preset, numerics, changes
 
 
-def study(device: str, corpus: str) -> Study:
+def study(device: str, corpus: str, numerics: Sequence[str] = ()) -> Study:
+    """numerics: whose speed is measured; by default flash and paper, on a CPU exact and paper.
+
+    Raises ValueError for one that there is not.
+    """
     common = dict(
         corpus=corpus,
         tokenizer="bytes",
@@ -41,20 +46,19 @@ def study(device: str, corpus: str) -> Study:
         small = make_config("cpu", common | toy)
         changes = tuple(f"{k}={toy[k]}" for k in ("n_embd", "block_size", "batch_size"))
         large = small.at(micro_batch_size=1, max_steps=8, probes=())
-        return Study(small, large, 50, (("cpu", "exact,paper", changes),))
+        timed = [small.at(attention=name).attention for name in numerics or ("exact", "paper")]
+        return Study(small, large, 50, tuple(("cpu", name, changes) for name in timed))
     # Compiling takes longer than the steps that these runs have. The large one warms up within
     # them, so that its weights move and differences can grow.
     small = dict(vocab_size=VOCABULARY["mini"], max_steps=200, checkpoint_interval=50)
     small |= dict(compile="off", probes=_probes(100))
     large = dict(vocab_size=50_304, max_steps=20, warmup_steps=10, checkpoint_interval=NEVER)
     large |= dict(compile="off")
-    bench = tuple(("gpt2s", numerics, ()) for numerics in ("flash", "paper"))
-    return Study(
-        make_config("mini", common | small | dict(corpus_max_bytes=8_000_000)),
-        make_config("gpt2s", common | large | dict(corpus_max_bytes=8_000_000)),
-        100,
-        bench,
-    )
+    corpus_part = dict(corpus_max_bytes=8_000_000)
+    small = make_config("mini", common | small | corpus_part)
+    large = make_config("gpt2s", common | large | corpus_part)
+    timed = [large.at(attention=name).attention for name in numerics or ("flash", "paper")]
+    return Study(small, large, 100, tuple(("gpt2s", name, ()) for name in timed))
 
 
 def _probes(step: int) -> tuple[str, ...]:

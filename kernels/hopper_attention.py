@@ -20,8 +20,7 @@ from .result import ForwardResult
 ROWS, PARTS, TILE = 64, 2, 128
 
 # Fraction bits of the sites that the kernel serves, by reference: those of `flash` and of `paper`,
-# with inputs in bf16. It can more (fp32 O for delta, no causal mask), which `refusal` leaves to
-# the general kernel for as long as that has not been compared on a GPU.
+# with inputs in bf16, with or without an O in fp32 for delta: what was compared on a GPU.
 BITS = {
     "running": dict(scores=23, unnormalized=23),
     "row": dict(scores=7, unnormalized=7),
@@ -77,8 +76,6 @@ def refusal(
         return why
     if probe:
         return "probes are on"
-    if not causal:
-        return "there is no causal mask"
     if not scale > 0:
         return f"scale={scale} is not positive"
     if dtype != torch.bfloat16:
@@ -122,7 +119,7 @@ def _refused_numerics(n: Numerics) -> str | None:
         site = getattr(n, name)
         if min(site.format.fraction_bits, 23) != bits:
             return f"{name}={site}: not served"
-    if n.delta_output is not None:
+    if n.delta_output is not None and n.delta_output.format.fraction_bits < 23:
         return f"delta_output={n.delta_output}: not served"
     return None
 

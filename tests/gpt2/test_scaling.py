@@ -28,6 +28,13 @@ def test_options_make_the_same_config_on_a_command_line():
             assert config_from_args(parser.parse_args(options(config))) == config
 
 
+def test_the_numerics_whose_speed_is_measured_can_be_named():
+    assert [name for _, name, _ in study("cuda", "installed-text").bench] == ["flash", "paper"]
+    assert [name for _, name, _ in study("cuda", "installed-text", ["sdpa"]).bench] == ["sdpa"]
+    with pytest.raises(ValueError, match="flsh"):
+        study("cpu", "installed-text", ["flsh"])
+
+
 def test_series_are_compared_bit_by_bit_where_they_overlap():
     a = [0, 1, 2, 3], [1.0, 0.5, 0.25, 0.125]
     b = [1, 2, 3, 4], [0.5, 0.250000119, 0.5, 7.0]

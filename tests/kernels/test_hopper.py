@@ -26,7 +26,7 @@ def general_blocks(numerics, head_dim):
     return triton_attention._blocks("forward", numerics, head_dim, head_dim, 2, HOPPER_SHARED)
 
 
-@pytest.mark.parametrize("text", ("flash", "paper", "flash,delta=dP_P"))
+@pytest.mark.parametrize("text", ("flash", "paper", "flash,delta=dP_P", "paper,delta_output=fp32"))
 def test_served(text):
     assert hopper_attention.refusal(parse_numerics(text), **CALL) is None
 
@@ -54,8 +54,8 @@ def test_served(text):
         ("flash,probabilities=fp32", {}, "probabilities=fp32"),
         ("flash,scores=bf16", {}, "scores=bf16"),
         ("paper,scores=fp32", {}, "scores=fp32"),
-        ("flash,delta_output=fp32", {}, "delta_output=fp32"),
-        ("flash", dict(causal=False), "no causal mask"),
+        ("flash,delta_output=bf16:stochastic", {}, "stochastic"),
+        ("paper,delta_output=fp16", {}, "delta_output=fp16"),
     ],
 )
 def test_refused_in_one_sentence(text, other, reason):
@@ -67,9 +67,11 @@ def test_refused_in_one_sentence(text, other, reason):
     "text, other",
     [
         ("flash", shapes(1024, 64)),
+        ("flash", dict(causal=False) | shapes(512, 64)),
         ("paper", shapes(2560, 64)),
         ("flash", shapes(1, 128)),
         ("paper", shapes(1024, 128)),
+        ("paper", dict(causal=False) | shapes(512, 128)),
     ],
 )
 def test_served_where_it_was_faster(text, other):
