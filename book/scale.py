@@ -21,6 +21,9 @@ from .evidence import RESULTS, Archive, archives
 from .scale_estimates import GIB
 from .tables import markdown_table
 
+# What tells one measurement from another.
+SAME = ("machine", "date", "preset", "implementation", "processes", "tokens_per_s")
+
 # -- archives -------------------------------------------------------------------------------------
 
 
@@ -144,6 +147,13 @@ def bench_rows(found: Sequence[Archive]) -> list[dict]:
         for row in part([a], "speed")
         if "tokens_per_s" in row
     ]
+
+
+def speeds(found: Sequence[Archive], folder: Path = RESULTS) -> list[dict]:
+    """Rows of `throughput_rows`, then those of scaling that are not among them."""
+    rows = throughput_rows(folder)
+    known = [{k: row[k] for k in SAME if k in row} for row in rows]
+    return rows + [r for r in bench_rows(found) if {k: r[k] for k in SAME if k in r} not in known]
 
 
 def needed_sum(rows: Sequence[Mapping], gpus: int, share: float) -> Markdown:

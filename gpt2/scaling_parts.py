@@ -24,7 +24,6 @@ from .scaling_runs import Runs, slug
 
 KILLED_STEPS = 20_000  # more than it will see
 LOST = re.compile(r"rank \d+ of \d+ .*? is gone")
-BENCH_ROW_S = 60  # what a row of gpt2.bench may take after its limit
 
 # -- losses ---------------------------------------------------------------------------------------
 
@@ -252,13 +251,13 @@ def speed(machine: Machine, runs: Runs) -> list[dict]:
 def machine_bench(
     machine: Machine, plan: tuple, processes: int, gpu: int | None = None
 ) -> list[dict]:
-    """The rows of one preset; a failure is a row too."""
+    """The row of one preset and numerics; a failure is a row too."""
     preset, implementations, changes = plan
     name = slug(f"bench-{preset}-{implementations}-{processes}")
     out = machine.work / f"{name}.json"
-    limit = max(machine.remaining() - BENCH_ROW_S, 0.0)
     arguments = ["--presets", preset, "--implementations", implementations, "--json", str(out)]
-    arguments += [f"--limit-s={limit:.0f}", "--set", f"device={machine.device}"]
+    arguments += [f"--limit-s={max(machine.remaining(), 0):.0f}"]
+    arguments += ["--set", f"device={machine.device}"]
     arguments += [word for change in changes for word in ("--set", change)]
     try:
         if machine.remaining() < 20:
@@ -266,7 +265,8 @@ def machine_bench(
         machine.run(name, "gpt2.bench", arguments, processes, gpu)
         return json.loads(out.read_text())["rows"]
     except ChildError as error:
-        return [{"preset": preset, "processes": processes, "error": str(error)}]
+        told = {"preset": preset, "implementation": implementations, "processes": processes}
+        return [told | {"error": str(error)}]
 
 
 def scale_row(row: dict, rows: list[dict]) -> dict | None:

@@ -104,7 +104,7 @@ def test_speeds_come_from_both_kinds_of_archive(tmp_path):
     environment = {"machine": "NVIDIA H100", "date": "2026-11-28T10:00:00"}
     bench = {"rows": [SPEED, SPEED | {"error": "x"}], "environment": environment}
     (folder / "a.json").write_text(json.dumps(bench))
-    rows = scale.throughput_rows(tmp_path) + scale.bench_rows(written(tmp_path, [SPEED]))
+    rows = scale.speeds(written(tmp_path, [SPEED]), tmp_path)
     text = scale.speed_table(rows).data
     assert "NVIDIA H100, 2026-11-28" in text and "2 x NVIDIA H200, 2026-11-29" in text
     (folder / "a.json").write_text("{}")
