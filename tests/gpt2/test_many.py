@@ -51,7 +51,8 @@ def test_runs_pause_where_asked_and_go_on_later(place):
 
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 sys.path.insert(0, {tests!r})
 from trainer_helpers import tiny
 from gpt2.train import RunStore, train_many
