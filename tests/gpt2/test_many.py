@@ -7,6 +7,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from trainer_helpers import ROOT, tiny, write_corpus
 
@@ -74,14 +75,20 @@ def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place):
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        runs = store.runs() if store.root.exists() else []
-        if len(runs) == 2 and all((r.path / "metrics.jsonl").exists() for r in runs):
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            runs = store.runs() if store.root.exists() else []
+            if len(runs) == 2 and all((r.path / "metrics.jsonl").exists() for r in runs):
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:  # its workers would train on
+            parent = psutil.Process(process.pid)
+            for one in (*parent.children(recursive=True), parent):
+                one.kill()
     assert "KeyboardInterrupt" in errors
     runs = store.runs()
     assert len(runs) == 2
