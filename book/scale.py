@@ -152,8 +152,8 @@ def bench_rows(found: Sequence[Archive]) -> list[dict]:
 def speeds(found: Sequence[Archive], folder: Path = RESULTS) -> list[dict]:
     """Rows of `throughput_rows`, then those of scaling that are not among them."""
     rows = throughput_rows(folder)
-    known = [{k: row[k] for k in SAME if k in row} for row in rows]
-    return rows + [r for r in bench_rows(found) if {k: r[k] for k in SAME if k in r} not in known]
+    known = {tuple(row.get(k) for k in SAME) for row in rows}
+    return rows + [r for r in bench_rows(found) if tuple(r.get(k) for k in SAME) not in known]
 
 
 def needed_sum(rows: Sequence[Mapping], gpus: int, share: float) -> Markdown:

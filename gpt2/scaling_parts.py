@@ -256,8 +256,7 @@ def machine_bench(
     name = slug(f"bench-{preset}-{implementations}-{processes}")
     out = machine.work / f"{name}.json"
     arguments = ["--presets", preset, "--implementations", implementations, "--json", str(out)]
-    arguments += [f"--limit-s={max(machine.remaining(), 0):.0f}"]
-    arguments += ["--set", f"device={machine.device}"]
+    arguments += [f"--limit-s={machine.remaining():.0f}", "--set", f"device={machine.device}"]
     arguments += [word for change in changes for word in ("--set", change)]
     try:
         if machine.remaining() < 20:

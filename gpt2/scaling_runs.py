@@ -46,8 +46,7 @@ def study(device: str, corpus: str, numerics: Sequence[str] = ()) -> Study:
         small = make_config("cpu", common | toy)
         changes = tuple(f"{k}={toy[k]}" for k in ("n_embd", "block_size", "batch_size"))
         large = small.at(micro_batch_size=1, max_steps=8, probes=())
-        timed = [small.at(attention=name).attention for name in numerics or ("exact", "paper")]
-        return Study(small, large, 50, tuple(("cpu", name, changes) for name in timed))
+        return Study(small, large, 50, _bench(small, numerics or ("exact", "paper"), changes))
     # Compiling takes longer than the steps that these runs have. The large one warms up within
     # them, so that its weights move and differences can grow.
     small = dict(vocab_size=VOCABULARY["mini"], max_steps=200, checkpoint_interval=50)
@@ -57,8 +56,13 @@ def study(device: str, corpus: str, numerics: Sequence[str] = ()) -> Study:
     corpus_part = dict(corpus_max_bytes=8_000_000)
     small = make_config("mini", common | small | corpus_part)
     large = make_config("gpt2s", common | large | corpus_part)
-    timed = [large.at(attention=name).attention for name in numerics or ("flash", "paper")]
-    return Study(small, large, 100, tuple(("gpt2s", name, ()) for name in timed))
+    return Study(small, large, 100, _bench(large, numerics or ("flash", "paper")))
+
+
+def _bench(config: RunConfig, numerics: Sequence[str], changes: tuple[str, ...] = ()) -> tuple:
+    """`Study.bench`, one entry for each numerics; `RunConfig.at` refuses an unknown one."""
+    timed = (config.at(attention=name).attention for name in numerics)
+    return tuple((config.preset, name, changes) for name in timed)
 
 
 def _probes(step: int) -> tuple[str, ...]:

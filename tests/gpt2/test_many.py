@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from trainer_helpers import ROOT, tiny, write_corpus
 
 from gpt2 import hardware, many
+from gpt2.children import Child
 from gpt2.runs import RunStore
 from gpt2.train import train, train_many
 
@@ -63,7 +62,7 @@ train_many(configs, store=RunStore({store!r}), cache_dir={data!r})
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place):
+def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place, monkeypatch):
     corpus, folder = place
     store = RunStore(folder / "stopped")
     script = SCRIPT.format(
@@ -72,9 +71,8 @@ def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place):
         store=str(store.root),
         data=str(folder / "data"),
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    monkeypatch.chdir(ROOT)
+    child = Child([sys.executable, "-c", script], folder / "stopped.log")
     try:
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
@@ -82,14 +80,11 @@ def test_ctrl_c_stops_every_worker_and_leaves_resumable_runs(place):
             if len(runs) == 2 and all((r.path / "metrics.jsonl").exists() for r in runs):
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        child.process.send_signal(signal.SIGINT)
+        child.wait(60)
     finally:
-        if process.poll() is None:  # its workers would train on
-            parent = psutil.Process(process.pid)
-            for one in (*parent.children(recursive=True), parent):
-                one.kill()
-    assert "KeyboardInterrupt" in errors
+        child.end()  # else its workers would train on
+    assert "KeyboardInterrupt" in child.text()
     runs = store.runs()
     assert len(runs) == 2
     for run in runs:
