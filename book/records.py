@@ -12,7 +12,6 @@ from gpt2.outcomes import (
     SIGNALS,
     Onset,
     Outcome,
-    OutcomeTracker,
     series,
     smooth,
     summarize,
@@ -196,9 +195,7 @@ def judge(experiment: Experiment, runs: dict[str, Run]) -> dict[str, Outcome]:
 
 
 def _outcome(run: Run, twin: dict | None = None, failing_step: int | None = None) -> Outcome:
-    state = run.state.get("tracker")  # a fork's minimum so far is partly its parent's
-    tracker = OutcomeTracker.from_dict(state) if state else None
-    return summarize(run.metrics(), twin, failing_step=failing_step, tracker=tracker)
+    return summarize(run.metrics(), twin, failing_step=failing_step, tracker=run.tracker)
 
 
 def collect(experiment: Experiment, runs: dict[tuple[str, int], Run]) -> list[dict]:

@@ -22,7 +22,6 @@ import numpy as np
 from .config import difference
 from .outcomes import (
     Outcome,
-    OutcomeTracker,
     comparison_label,
     series,
     smooth,
@@ -43,13 +42,6 @@ class Arm:
     def metrics(self) -> dict[str, np.ndarray]:
         """Metrics from the first step on: a fork's begin with its ancestors'."""
         return full_metrics(self.run)
-
-    @property
-    def tracker(self) -> OutcomeTracker | None:
-        """The divergence rule's last state where the metrics do not begin at the first step."""
-        state = self.run.state.get("tracker")
-        whole = self.run.parent is None or ancestor(self.run) is not None
-        return OutcomeTracker.from_dict(state) if state and not whole else None
 
 
 def ancestor(run):
@@ -89,15 +81,13 @@ def judge(arms: Sequence[Arm], twin: str | None = None) -> tuple[list[Outcome], 
     The failing arm of the healthy rule is the first one that failed. Raises ValueError for a twin
     that is none of the arms.
     """
-    alone = [summarize(a.metrics, tracker=a.tracker) for a in arms]
+    alone = [summarize(a.metrics, tracker=a.run.tracker) for a in arms]
     failing = next((o.failed_step for o in alone if o.failed), None)
     chosen = _twin(arms, alone, twin)
     if chosen is None:
         return alone, None
-    against = chosen.metrics
-    return [
-        summarize(a.metrics, against, failing_step=failing, tracker=a.tracker) for a in arms
-    ], chosen
+    judged = dict(twin=chosen.metrics, failing_step=failing)
+    return [summarize(a.metrics, tracker=a.run.tracker, **judged) for a in arms], chosen
 
 
 def _twin(arms: Sequence[Arm], outcomes: Sequence[Outcome], name: str | None) -> Arm | None:

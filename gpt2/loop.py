@@ -27,7 +27,7 @@ from .runs import RunWriter
 from .seeds import mix
 from .step import Stepper
 
-MOST_ROWS = 50_000  # longer runs log every second, third... training loss
+LEAST_ROWS = 50_000  # from twice as many steps on, a run logs every second, third... loss
 
 
 class Stopped(Exception):
@@ -67,7 +67,7 @@ class Trainer(Stepper):
         self.tracker = OutcomeTracker()
         self.skipped = 0
         self.flush_every = flush_interval(config, device)
-        self.log_every = max(1, config.max_steps // MOST_ROWS)
+        self.log_every = max(1, config.max_steps // LEAST_ROWS)
         self.should_stop = lambda: None
         self.on_flush = lambda row: None
         self._clock = time.perf_counter()

@@ -134,7 +134,7 @@ class ForkOracle:
         child = fork(self.run, self.at, {"attention": text}, until=self.until, **self.options)
         arm = Arm(short(names), child)
         self.twin = self.twin or arm  # the first question is about all units
-        outcome = summarize(arm.metrics, self.twin.metrics, tracker=arm.tracker)
+        outcome = summarize(arm.metrics, self.twin.metrics, tracker=child.tracker)
         stable = not outcome.failed and not (self.strict and outcome.kind == "onset")
         return stable, {"outcome": outcome.to_dict(), "told": str(outcome), "run": str(child.path)}
 

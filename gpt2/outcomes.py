@@ -282,12 +282,15 @@ def summarize(
 
     twin: metrics of the paired run, without which no onset can be judged. failing_step: the step
     at which the failing arm failed, without which no run can be called healthy. tracker: the run's
-    own at its end; needed for a fork, whose minimum so far is partly its parent's.
+    own at its end; needed for a fork, whose minimum so far is partly its parent's, and for a long
+    run, whose metrics lack the losses of some steps.
     """
     steps, losses = _with_nonfinite(metrics, "train_loss")
     tracker = divergence(steps, losses) if tracker is None else tracker
     failed_step = tracker.verdict_step
-    last = failed_step if failed_step is not None else (int(steps[-1]) if len(steps) else 0)
+    last = failed_step
+    if last is None:
+        last = max([tracker.step or 0, *steps[-1:].tolist()])
     first_sign = None if twin is None else onset(metrics, twin, failed_step=failed_step)
     kind = tracker.verdict
     if kind is None:

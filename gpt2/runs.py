@@ -204,14 +204,17 @@ class Run:
         return self._rows[1]
 
     @property
-    def outcome(self) -> Outcome:
-        """The declared rules applied to this run alone (onset needs a twin: gpt2.outcomes).
-
-        A fork's divergence rule began in its parent, so the rule's own last state decides.
+    def tracker(self) -> OutcomeTracker | None:
+        """The divergence rule's last state: of every step, where metrics have gaps in a long run,
+        and of a fork's parent too. None before a first step.
         """
         state = self.state.get("tracker")
-        tracker = OutcomeTracker.from_dict(state) if state else None
-        return summarize(self.metrics(), tracker=tracker)
+        return OutcomeTracker.from_dict(state) if state else None
+
+    @property
+    def outcome(self) -> Outcome:
+        """The declared rules applied to this run alone (onset needs a twin: gpt2.outcomes)."""
+        return summarize(self.metrics(), tracker=self.tracker)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of every complete checkpoint, oldest first."""

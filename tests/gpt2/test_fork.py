@@ -188,7 +188,7 @@ class Made:
     """A run made of metrics alone."""
 
     def __init__(self, **metrics):
-        self._metrics, self.parent, self.state = metrics, None, {}
+        self._metrics, self.parent, self.tracker = metrics, None, None
 
     def metrics(self):
         return self._metrics

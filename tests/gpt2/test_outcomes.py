@@ -181,6 +181,15 @@ def test_summary_of_a_diverged_and_of_a_nonfinite_run():
     assert out.kind == "nonfinite" and out.failed_step == 10 and out.train_loss == 2.0
 
 
+def test_the_last_step_is_the_trackers_where_metrics_have_gaps():
+    tracker = divergence(range(100), falling(100))
+    steps = np.arange(0, 100, 30)
+    assert summarize(metrics(steps, train_loss=falling(4)), tracker=tracker).last_step == 99
+    assert summarize(metrics(steps, train_loss=falling(4))).last_step == 90
+    assert summarize(metrics(()), tracker=tracker).last_step == 99
+    assert summarize(metrics(())).last_step == 0
+
+
 def test_outcome_through_json():
     wild = metrics(STEPS, train_loss=falling(40), spectral_norm_q=per_head(np.full(40, 40.0)))
     twin = metrics(STEPS, spectral_norm_q=per_head(np.full(40, 10.0)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from trainer_helpers import tiny, write_corpus
 
+from gpt2.analysis import Arm, judge
 from gpt2.data import load_corpus
 from gpt2.loop import Trainer
 from gpt2.outcomes import series
@@ -57,6 +58,15 @@ def test_a_run_leaves_a_complete_folder(place):
     assert run.outcome.kind == "stable"
     for line in (run.path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
+
+
+def test_an_outcome_knows_the_last_step_where_losses_are_logged_with_gaps(place, monkeypatch):
+    monkeypatch.setattr("gpt2.loop.LEAST_ROWS", 5)
+    run = go(place, max_steps=24)
+    assert series(run.metrics(), "train_loss")[0].tolist() == list(range(0, 24, 4))
+    assert run.outcome.last_step == 23
+    outcomes, _ = judge([Arm("twin", run), Arm("run", go(place, max_steps=24, order_seed=1))])
+    assert [outcome.last_step for outcome in outcomes] == [23, 23]
 
 
 def test_a_finished_run_is_loaded_not_trained_again(place):
