@@ -362,10 +362,37 @@ def _inputs(n: Numerics, seed: Tensor, **tensors: Tensor) -> list[Tensor]:
     return [_prepare(x, n.inputs, f"input_{name}", seed) for name, x in tensors.items()]
 
 
+@lru_cache(maxsize=512)
+def _never_by_hopper(key: str, capability: tuple[int, int]) -> str | None:
+    """Why `hopper_attention.refusal` lets no tensors of these numerics pass; None if it lets some.
+
+    key: `Numerics.key`. Asked of calls that leave nothing else to refuse: many keys in good order.
+    """
+    T, why = 2**20, None
+    for D in (64, 128):
+        why = hopper_attention.refusal(
+            parse_numerics(key),
+            dtype=torch.bfloat16,
+            shapes=[(1, 1, T, D)] * 3,
+            strides=[(T * D, T * D, D, 1)] * 3,
+            addresses=[0] * 3,
+            capability=capability,
+            causal=False,
+            scale=1.0,
+            probe=False,
+        )
+        if why is None:
+            break
+    return why
+
+
 def _refused_by_hopper(
     n: Numerics, tensors, causal: bool, scale: float, probe: bool
 ) -> str | None:
-    """`hopper_attention.refusal` of a call on prepared q, k, v."""
+    """`hopper_attention.refusal` of a call on prepared q, k, v; they are read only if need be."""
+    capability = _capability(tensors[0].device)
+    if why := _never_by_hopper(n.key, capability):
+        return why
     dtypes = {x.dtype for x in tensors}
     return hopper_attention.refusal(
         n,
@@ -373,7 +400,7 @@ def _refused_by_hopper(
         shapes=[x.shape for x in tensors],
         strides=[x.stride() for x in tensors],
         addresses=[x.data_ptr() for x in tensors],
-        capability=_capability(tensors[0].device),
+        capability=capability,
         causal=causal,
         scale=scale,
         probe=probe,

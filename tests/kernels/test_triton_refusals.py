@@ -75,6 +75,43 @@ def test_case_046_old_gpus_fall_back_with_their_capability(fault, monkeypatch):
     assert backend._refused_capability((8, 0)) is None
 
 
+class Unread:
+    """Prepared q, k or v of a call that is refused before anything but its device is read."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "text, capability, reason",
+    [
+        ("flash", (8, 0), "compute capability 8.0 is not 9.0"),
+        ("paper", (0, 0), "compute capability 0.0 is not 9.0"),
+        ("stabilized", (9, 0), "softmax=stabilized: only safe is served"),
+        ("flash,scores=bf16", (9, 0), "scores=bf16: not served"),
+    ],
+)
+def test_the_hopper_forward_is_ruled_out_without_a_look_at_the_tensors(
+    text, capability, reason, monkeypatch
+):
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setattr(backend, "_capability", lambda device: capability)
+    refused = backend._refused_by_hopper(parse_numerics(text), [Unread] * 3, True, 0.125, False)
+    assert refused == reason
+
+
+def test_the_hopper_forward_looks_at_tensors_where_they_decide(monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
+    choices = (True, 0.125, False)
+    for text, T, reason in (("flash", 1024, None), ("paper", 9, "5 keys on average")):
+        q = torch.zeros(1, 1, T, 64, dtype=torch.bfloat16)
+        n = parse_numerics(text)
+        why = backend._refused_by_hopper(n, (q, q, q), *choices)
+        assert why is None if reason is None else reason in why
+        wide = [q, q, q.float()]
+        assert "inputs are None" in backend._refused_by_hopper(n, wide, *choices)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_no_gpu_is_said():
     n = parse_numerics("paper")
