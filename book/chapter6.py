@@ -72,7 +72,7 @@ def of(rows: Sequence[Mapping], recipe: str, arm: str) -> list[Mapping]:
     mine = [r for r in rows if (r["recipe"], r["arm"]) == (recipe, arm)]
     mine = [r for r in mine if r["forked_at"] is None]
     longest = {seed: max(r["steps"] for r in mine if r["seed"] == seed) for seed in _seeds(mine)}
-    kept = [r for r in mine if not was_cut(r) or r["steps"] == longest[r["seed"]]]
+    kept = [r for r in mine if not cut_by_clock(r) or r["steps"] == longest[r["seed"]]]
     return sorted(kept, key=lambda r: r["seed"])
 
 
@@ -135,7 +135,7 @@ def standing(rows: Sequence[Mapping]) -> Markdown:
         )
     tried = list(dict.fromkeys(row["recipe"] for row in rows))
     lows = decided([row for recipe in tried for row in of(rows, recipe, "low")])
-    cut = sum(was_cut(row) for recipe in tried for row in of(rows, recipe, "low"))
+    cut = sum(cut_by_clock(row) for recipe in tried for row in of(rows, recipe, "low"))
     failed = [row for row in lows if row["kind"] == "diverged"]
     hours = sum(row["minutes"] for row in rows) / 60
     told = [
@@ -205,7 +205,7 @@ def runs_table(rows: Sequence[Mapping]) -> Markdown:
     for row in rows:
         onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
         speed = row.get("steps_per_s") or _speed(row)
-        outcome = step_text(row) + (" (cut by the clock)" if was_cut(row) else "")
+        outcome = step_text(row) + (" (cut by the clock)" if cut_by_clock(row) else "")
         outcome = f"crashed: {row.get('message')}" if row["status"] == "failed" else outcome
         lines.append(
             [
@@ -234,7 +234,7 @@ def rise(row: Mapping) -> float | None:
     return finite[-1] - min(finite) if finite else None
 
 
-def was_cut(row: Mapping) -> bool:
+def cut_by_clock(row: Mapping) -> bool:
     """Whether the clock stopped a run before it failed or came to the step asked of it."""
     if row["status"] != "interrupted":
         return False
@@ -244,7 +244,7 @@ def was_cut(row: Mapping) -> bool:
 
 def decided(rows: Sequence[Mapping]) -> list[Mapping]:
     """The runs that count in a share: those that failed, or came to their end without."""
-    return [row for row in rows if row["status"] != "failed" and not was_cut(row)]
+    return [row for row in rows if row["status"] != "failed" and not cut_by_clock(row)]
 
 
 def _speed(row: Mapping) -> float | None:
@@ -391,7 +391,7 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
             given_up.append(f"{recipe} ({both}; {_fates(of(rows, recipe, 'sdpa'))})")
         elif low and not failed:
             longest = max(low, key=lambda row: row["steps"])
-            cut = ", cut by the clock" if was_cut(longest) else ""
+            cut = ", cut by the clock" if cut_by_clock(longest) else ""
             sign = longest["onset_step"]
             sign = "" if sign is None else f", onset at step {sign:,}"
             alive.append(f"{recipe} ({longest['steps']:,} steps{sign}{cut})")

@@ -14,7 +14,7 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import HEALTHY_FACTOR
 
-from .chapter6 import best_recipe, of, shown_recipe, was_cut
+from .chapter6 import best_recipe, cut_by_clock, of, shown_recipe
 from .experiments import Experiment
 from .gpu_experiments import BUILDERS
 from .regimes import RECIPES
@@ -26,7 +26,7 @@ def missing_runs(experiment: Experiment, recipe: str, rows: Sequence[Mapping]) -
 
     A run from scratch counts wherever it was archived: the arms of several experiments share it.
     """
-    mine = [row for row in rows if row["recipe"] == recipe and not was_cut(row)]
+    mine = [row for row in rows if row["recipe"] == recipe and not cut_by_clock(row)]
     done = {
         (row["arm"], row["seed"], row["forked_at"] is not None)
         for row in mine

@@ -39,7 +39,7 @@ from .shares import difference, wilson
 Rows = Sequence[Mapping]
 
 
-def was_cut(row: Mapping) -> bool:
+def ended_short(row: Mapping) -> bool:
     """Whether a run was stopped before its planned end with no failure so far."""
     if row["kind"] in FAILED:
         return False
@@ -50,7 +50,7 @@ def was_cut(row: Mapping) -> bool:
 
 def failing_rows(archive: Archive | None, arm: str, bits: int | None = None) -> list[Mapping]:
     """Runs of the failing arm that count; bits: only with an O_bar of so many fraction bits."""
-    rows = [] if archive is None else [r for r in archive.arm(arm) if not was_cut(r)]
+    rows = [] if archive is None else [r for r in archive.arm(arm) if not ended_short(r)]
     return [r for r in rows if bits is None or fraction_bits(r) == bits]
 
 
