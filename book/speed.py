@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from IPython.display import Markdown
 from matplotlib.figure import Figure
 
+from kernels.bench import IMPLEMENTATIONS, OURS, PINNED
 from kernels.triton_compile import Compiled
 
 from .captions import DASHES, INK, PALETTE, styled, subplots
@@ -27,15 +28,6 @@ from .tables import markdown_table
 # the special function units, and instructions of single lanes that four schedulers can issue.
 MATRIX_FLOPS, SPECIAL, LANES = 4_096, 16, 128
 TILE = 128
-
-OURS = (
-    "ours-flash",
-    "ours-paper",
-    "ours-stabilized",
-    "ours-stabilized-tiled",
-    "ours-flash-probes",
-)
-SDPA = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 
 Key = tuple[str, bool, int, int]  # direction, causal, head dimension, keys
 
@@ -60,14 +52,14 @@ def rates(rows: Sequence[Mapping]) -> dict[Key, dict[str, float]]:
 
 def best_sdpa(of_shape: Mapping[str, float]) -> tuple[str, float] | None:
     """The fastest pinned backend of SDPA at a shape, and its TFLOP/s."""
-    found = {name: of_shape[name] for name in SDPA if name in of_shape}
+    found = {name: of_shape[name] for name in PINNED if name in of_shape}
     return max(found.items(), key=lambda item: item[1]) if found else None
 
 
 def rate_table(rows: Sequence[Mapping], head_dim: int) -> Markdown:
     """TFLOP/s, a line per direction, mask and length, and a column per implementation."""
     shapes = {key: of for key, of in rates(rows).items() if key[2] == head_dim}
-    names = [n for n in (*OURS, *SDPA, "flex") if any(n in of for of in shapes.values())]
+    names = [n for n in IMPLEMENTATIONS if any(n in of for of in shapes.values())]
     lines = []
     for (direction, causal, _, length), of in shapes.items():
         best, cells = best_sdpa(of), []

@@ -74,14 +74,7 @@ CANDIDATES: dict[tuple[str, int], tuple[tuple[int, int, int, int, int], ...]] = 
     ),
 }  # fmt: skip
 
-FORWARDS = (
-    "ours-flash",
-    "ours-flash-probes",
-    "ours-paper",
-    "ours-stabilized-tiled",
-    "ours-stabilized",
-)
-BACKWARDS = ("ours-flash", "ours-paper")
+BACKWARDS = ("ours-flash", "ours-paper")  # the others run one of these two
 
 
 @dataclass(frozen=True)
@@ -113,13 +106,13 @@ class Case:
         return [self.present, *(b for b in found if b != self.present)]
 
 
-def cases(names: Sequence[str] = FORWARDS) -> list[Case]:
+def cases(names: Sequence[str] = tuple(bench.OURS)) -> list[Case]:
     """All cases of some implementations, head dimension 64 first."""
     return [
         Case(kernel, name, head_dim)
         for head_dim in (64, 128)
         for kernel in KERNELS
-        for name in (FORWARDS if kernel == "forward" else BACKWARDS)
+        for name in (bench.OURS if kernel == "forward" else BACKWARDS)
         if name in names
     ]
 
@@ -223,7 +216,7 @@ class Stage:
 
 
 def run(
-    names: Sequence[str] = FORWARDS,
+    names: Sequence[str] = tuple(bench.OURS),
     *,
     lengths: Sequence[int] = LENGTHS,
     limit_s: float = 110.0,

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from kernels import tuning
+from kernels import triton_attention, tuning
 from kernels.bench import OURS, shapes, to_compile
 from kernels.compile_ahead import compile_ahead
 from kernels.triton_blocks import HOPPER_SHARED, Blocks, shared_bytes
@@ -20,6 +20,20 @@ def test_candidates_are_distinct_and_fit():
             registers = b.max_registers or 32
             assert registers * 32 * b.num_warps <= 65_536
             assert shared_bytes(case.kernel, b, case.head_dim, case.head_dim, 2) <= HOPPER_SHARED
+
+
+def test_every_kernel_of_ours_has_a_case():
+    """A backward once: where another implementation's has the same constants, it is the same."""
+
+    def backward(name):
+        n = OURS[name][0]
+        of = triton_attention.grad_keys_constants, triton_attention.grad_queries_constants
+        return [constants(n, 1 / 8) for constants in of]
+
+    assert {c.implementation for c in cases() if c.kernel == "forward"} == set(OURS)
+    distinct = [backward(name) for name in tuning.BACKWARDS]
+    assert distinct[0] != distinct[1] and all(backward(name) in distinct for name in OURS)
+    assert {c.implementation for c in cases() if c.kernel != "forward"} == set(tuning.BACKWARDS)
 
 
 def test_under_the_running_reference_the_key_block_is_the_tile():
