@@ -18,6 +18,7 @@ from .evidence import Archive
 from .experiments import SWEEP_BETAS, Experiment
 from .records import FAILED, failed_step
 from .sfa_rows import CARRIER_UNDERFLOW
+from .speed import by_shape
 from .tables import half_width, markdown_table, number, over_runs, step_text
 
 # Arms with the published rule -> beta.
@@ -86,20 +87,12 @@ def sweep_table(rows: Sequence[Mapping], groups: Mapping[str, str]) -> Markdown:
 # -- price ----------------------------------------------------------------------------------------
 
 
-def by_shape(rows: Sequence[Mapping], direction: str) -> dict[tuple, dict[str, float]]:
-    """(causal, width, keys) -> implementation -> median milliseconds, from bench records."""
-    found: dict[tuple, dict[str, float]] = {}
-    for row in rows:
-        if row["direction"] == direction and "error" not in row:
-            shape = (row["causal"], row["head_dim"], row["seq_len"])
-            found.setdefault(shape, {})[row["implementation"]] = row["ms_p50"]
-    return dict(sorted(found.items()))
-
-
 def price_table(rows: Sequence[Mapping], direction: str = "forward") -> Markdown:
     """Milliseconds of ours and of SDPA's fastest backend, and what SFA adds, per shape."""
     lines = []
-    for (causal, width, length), ms in by_shape(rows, direction).items():
+    for (of, causal, width, length), ms in by_shape(rows, "ms_p50").items():
+        if of != direction:
+            continue
         sdpa = min((v for k, v in ms.items() if k.startswith("sdpa")), default=None)
         lines.append(
             [
@@ -120,8 +113,8 @@ def sfa_cost(rows: Sequence[Mapping]) -> str:
     """What SFA adds to the time of the plain kernel, over shapes, in words."""
     told = []
     for direction in ("forward", "backward"):
-        shapes = by_shape(rows, direction).values()
-        pairs = [(ms.get("ours-stabilized"), ms.get("ours-paper")) for ms in shapes]
+        found = [ms for key, ms in by_shape(rows, "ms_p50").items() if key[0] == direction]
+        pairs = [(ms.get("ours-stabilized"), ms.get("ours-paper")) for ms in found]
         extra = [100 * (a / b - 1) for a, b in pairs if a and b]
         if extra:
             least, most = round(min(extra)), round(max(extra))

@@ -40,13 +40,16 @@ def ceiling(archive: Archive) -> float:
     return found
 
 
-def rates(rows: Sequence[Mapping]) -> dict[Key, dict[str, float]]:
-    """(direction, causal, head_dim, seq_len) -> implementation -> TFLOP/s."""
+def by_shape(rows: Sequence[Mapping], field: str = "tflops") -> dict[Key, dict[str, float]]:
+    """Shape -> implementation -> what was measured, of bench records without an error.
+
+    Forward first. field: "tflops" (TFLOP/s) or "ms_p50" (median milliseconds).
+    """
     found: dict[Key, dict[str, float]] = {}
     for row in rows:
-        if row.get("tflops"):
+        if row.get(field) and "error" not in row:
             key = row["direction"], row["causal"], row["head_dim"], row["seq_len"]
-            found.setdefault(key, {})[row["implementation"]] = row["tflops"]
+            found.setdefault(key, {})[row["implementation"]] = row[field]
     return dict(sorted(found.items(), key=lambda item: (item[0][0] != "forward", *item[0][1:])))
 
 
@@ -58,7 +61,7 @@ def best_sdpa(of_shape: Mapping[str, float]) -> tuple[str, float] | None:
 
 def rate_table(rows: Sequence[Mapping], head_dim: int) -> Markdown:
     """TFLOP/s, a line per direction, mask and length, and a column per implementation."""
-    shapes = {key: of for key, of in rates(rows).items() if key[2] == head_dim}
+    shapes = {key: of for key, of in by_shape(rows).items() if key[2] == head_dim}
     names = [n for n in IMPLEMENTATIONS if any(n in of for of in shapes.values())]
     lines = []
     for (direction, causal, _, length), of in shapes.items():
@@ -78,7 +81,9 @@ def rate_figure(rows: Sequence[Mapping], head_dim: int, most: float) -> Figure:
     drawn = ("ours-flash", "ours-paper", "ours-stabilized", "sdpa-flash", "sdpa-cudnn", "flex")
     for axis, direction in zip(axes, ("forward", "backward")):
         shapes = {
-            key[3]: of for key, of in rates(rows).items() if key[:3] == (direction, True, head_dim)
+            key[3]: of
+            for key, of in by_shape(rows).items()
+            if key[:3] == (direction, True, head_dim)
         }
         for name, color, dash in zip(drawn, PALETTE, DASHES):
             points = [(length, of[name]) for length, of in shapes.items() if name in of]
@@ -96,7 +101,7 @@ def rate_figure(rows: Sequence[Mapping], head_dim: int, most: float) -> Figure:
 def rates_in_words(rows: Sequence[Mapping], head_dim: int) -> str:
     """The figure for a reader who does not see it: rates at most keys, fastest first."""
     last = {
-        key[0]: (key[3], of) for key, of in rates(rows).items() if key[1:3] == (True, head_dim)
+        key[0]: (key[3], of) for key, of in by_shape(rows).items() if key[1:3] == (True, head_dim)
     }
     told = []
     for direction, (length, of) in last.items():
@@ -123,7 +128,7 @@ def predictions(rows: Sequence[Mapping]) -> Markdown:
     for direction, name, ratio, reason in claims:
         found = [
             of[name] / of["ours-flash"]
-            for key, of in rates(rows).items()
+            for key, of in by_shape(rows).items()
             if key[0] == direction and name in of and "ours-flash" in of
         ]
         if found:
@@ -216,7 +221,7 @@ def budget_table(
     for one in passes:
         measured = [
             of[one.implementation]
-            for key, of in rates(rows).items()
+            for key, of in by_shape(rows).items()
             if key[:3] == (one.direction, True, head_dim) and one.implementation in of
         ]
         work = one.work

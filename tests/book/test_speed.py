@@ -46,6 +46,17 @@ def test_a_failed_implementation_is_none():
     assert lines[-2].endswith("| none | 100 |") and lines[-1].endswith("| 50 | none |")
 
 
+def test_rates_and_times_are_grouped_by_shape_forward_first():
+    rows = [row("ours-flash", 50.0, "backward"), row("ours-flash", 300.0), row("flex", 0.0)]
+    rows[0]["ms_p50"] = 2.0
+    rows.append(row("sdpa-flash", 9.0) | dict(error="not here"))
+    forward, backward = ("forward", True, 64, 4_096), ("backward", True, 64, 4_096)
+    rates = speed.by_shape(rows)
+    assert rates == {forward: {"ours-flash": 300.0}, backward: {"ours-flash": 50.0}}
+    assert list(rates) == [forward, backward]
+    assert speed.by_shape(rows, "ms_p50") == {backward: {"ours-flash": 2.0}}
+
+
 def test_predictions_are_held_against_what_was_measured():
     rows = [row("ours-flash", 300.0), row("ours-paper", 190.0)]
     assert "| 0.67 | 0.63 to 0.63 | 0.95 to 0.95 |" in speed.predictions(rows).data
