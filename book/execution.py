@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-import psutil
 import yaml
+
+from gpt2.processes import end_family
 
 from .chapters import BuildError, Chapter
 
@@ -108,7 +109,7 @@ def execute(
         try:
             _wait(process, chapter, partial, limits, start, say)
         finally:
-            _end(process)
+            end_family(process)  # papermill, its kernel and the kernel's workers
     if process.returncode != 0:
         raise BuildError(_describe_failure(chapter, partial, log, limits))
     return time.monotonic() - start
@@ -129,22 +130,6 @@ def _wait(process, chapter: Chapter, partial: Path, limits: Limits, start: float
             where, source, total = _position(partial)
             say(f"      {now - start:4.0f} s, cell {where} of {total}: {source}")
         time.sleep(POLL_SECONDS)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End papermill, its kernel and the kernel's workers, if they still run."""
-    if process.poll() is not None:
-        return
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    for member in [process, *family]:
-        try:
-            member.kill()
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            pass
-    process.wait()
 
 
 def _cells(partial: Path) -> list[dict]:

@@ -12,9 +12,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from .hardware import visible
+from .processes import end_family
 
 LAST_WORDS = 600  # characters of a failed child's output that its error shows
 
@@ -53,31 +52,9 @@ class Child:
             raise ChildError(f"{self.log.stem} ended with exit code {code}: {words}")
         return time.monotonic() - self.began
 
-    def ranks(self) -> list[psutil.Process]:
-        """The processes that torchrun started, in the order of their ranks."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        workers = {}
-        for process in family:
-            try:
-                rank = process.environ().get("RANK")
-            except psutil.Error:
-                continue
-            if rank is not None and process.ppid() == self.process.pid:
-                workers[int(rank)] = process
-        return [workers[rank] for rank in sorted(workers)]
-
     def end(self) -> None:
         """Kill the command and all that it started."""
-        try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.Error:
-            family = []
-        for process in [self.process, *family]:
-            try:
-                process.kill()
-            except (psutil.Error, OSError):
-                pass
-        self.process.wait()
+        end_family(self.process)
 
 
 @dataclass
@@ -122,5 +99,4 @@ class Machine:
     def end(self) -> None:
         """End every child that still runs."""
         for child in self.children:
-            if child.process.poll() is None:
-                child.end()
+            child.end()

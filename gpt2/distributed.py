@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .processes import is_alive
+
 TIMEOUT_S = 600  # of one collective; a lost process is noticed much sooner (Watchdog)
 LOST_EXIT_CODE = 75
 
@@ -165,7 +167,7 @@ class Watchdog:
 
     def _first_dead(self) -> str | None:
         for rank, host, pid, started in self.others:
-            if not _alive(pid, started):
+            if not is_alive(pid, started):
                 return (
                     f"rank {rank} of {self.group.world} (process {pid} on {host}) is gone; "
                     f"rank {self.group.rank} stops too. Run the same command again, with any "
@@ -184,12 +186,3 @@ class Watchdog:
             print(sentence, flush=True)
             self.on_loss(sentence)
             os._exit(LOST_EXIT_CODE)
-
-
-def _alive(pid: int, started: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < 2
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

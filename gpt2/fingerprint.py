@@ -12,7 +12,7 @@ _WITHOUT = {
     "kernels": ("bench", "compile_ahead", "forensics", "tuning"),
     "gpt2": (
         *("prepare", "fingerprint", "bench", "hardware", "many", "progress"),
-        *("scaling", "scaling_runs", "scaling_parts", "children", "reduction"),
+        *("scaling", "scaling_runs", "scaling_parts", "children", "processes", "reduction"),
     ),
 }
 

@@ -30,6 +30,7 @@ import psutil
 from .config import RunConfig
 from .fingerprint import code_fingerprint
 from .outcomes import Outcome, OutcomeTracker, summarize
+from .processes import is_alive
 
 FORMAT = "bit-by-bit run 1"
 STATUSES = ("running", "finished", "diverged", "nonfinite", "interrupted", "failed")
@@ -274,12 +275,7 @@ def process_alive(process: dict | None) -> bool:
         return False
     if process["host"] != socket.gethostname():
         return True
-    try:
-        found = psutil.Process(process["pid"])
-        same = abs(found.create_time() - process["started"]) < 2
-        return same and found.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return is_alive(process["pid"], process["started"])
 
 
 class RunWriter:

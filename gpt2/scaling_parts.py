@@ -19,6 +19,7 @@ import numpy as np
 
 from .children import Child, ChildError, Machine
 from .outcomes import series
+from .processes import ranks
 from .runs import Run, RunStore
 from .scaling_runs import Runs, slug
 
@@ -109,9 +110,9 @@ def kill(machine: Machine, runs: Runs) -> list[dict]:
     try:
         run = _wait_for(lambda: _saved_run(store, child), machine, "a checkpoint")
         time.sleep(0.3)  # a few steps that are lost
-        ranks = child.ranks()
-        victim = len(ranks) - 1
-        ranks[victim].send_signal(signal.SIGKILL)
+        workers = ranks(child.process)
+        victim = len(workers) - 1
+        workers[victim].send_signal(signal.SIGKILL)
         began = time.monotonic()
         code = child.wait(min(90.0, machine.remaining()))
         seconds = time.monotonic() - began

@@ -5,7 +5,6 @@ import signal
 import time
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from trainer_helpers import arguments, start, tiny, write_corpus
@@ -14,6 +13,7 @@ from gpt2.data import load_corpus
 from gpt2.distributed import Group
 from gpt2.feed import Feed
 from gpt2.outcomes import series
+from gpt2.processes import end_family, ranks
 from gpt2.runs import Run, RunStore
 from gpt2.train import train
 
@@ -126,15 +126,13 @@ def test_a_killed_process_ends_the_others_within_a_minute(place, victim):
     store = RunStore(place[1] / f"killed{victim}")
     try:
         run = wait_for_step(process, store, 30)
-        workers = ranks_of(process)
-        workers[victim].send_signal(signal.SIGKILL)
+        ranks(process)[victim].send_signal(signal.SIGKILL)
         began = time.monotonic()
         output, _ = process.communicate(timeout=60)
         assert time.monotonic() - began < 60 and process.returncode != 0
         assert re.search(rf"rank {victim} of 2 .* is gone", output), output
     finally:
-        process.kill()
-        process.wait()
+        end_family(process)
     assert run.status == "interrupted"
     saved = run.checkpoints()[-1][0]
     again = train(config, store=store, max_steps=saved + 20, **common(place))
@@ -149,11 +147,3 @@ def wait_for_step(process, store: RunStore, step: int) -> Run:
             return runs[0]
         time.sleep(0.05)
     raise AssertionError(process.communicate()[0] if process.poll() is not None else "too slow")
-
-
-def ranks_of(process) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return sorted(
-        (c for c in children if "RANK" in c.environ() and "gpt2.train" in " ".join(c.cmdline())),
-        key=lambda c: int(c.environ()["RANK"]),
-    )
