@@ -1,5 +1,6 @@
 """Archives: provenance that captions accept, names of files, what reading refuses."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,8 @@ def test_a_damaged_archive_is_named(tmp_path):
         (["--seeds", "0,b"], "write it as 0,1,2"),
         (["--set", "device"], "write it as key=value"),
         (["--set", "learnig_rate=1"], "did you mean 'learning_rate'?"),
+        (["--workers", "0"], "use at least 1"),
+        (["--devices", "cuda:99"], "device cuda:99: PyTorch sees"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(given, told, capsys, tmp_path):
@@ -68,6 +71,15 @@ def test_bad_options_are_refused_before_anything_runs(given, told, capsys, tmp_p
     assert searches.main([*given, *where]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_workers_of_searches_see_their_own_device(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with searches.pool_of(1, ["cuda:1", "cuda:0"]) as pool:
+        assert pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == "1"
+    with searches.pool_of(1, []) as pool:
+        assert pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() is None
 
 
 def test_settings_reach_every_run():
