@@ -1,6 +1,7 @@
 """Programs of this package started as processes of their own, alone or under torchrun.
 
-Every child has a log file and a time limit; none outlives the program that started it.
+Every child has a log file, and whoever waits for it a time limit. `Machine.end` ends those that
+still run; only where the program that started them is killed outright do they outlive it.
 """
 
 from __future__ import annotations

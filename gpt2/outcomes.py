@@ -57,12 +57,11 @@ def rules() -> dict[str, float]:
 class OutcomeTracker:
     """The divergence rule fed one loss at a time; its state is plain JSON and resumes exactly.
 
-    Steps may have gaps (a trainer that logs every tenth step): the average decays by the steps
-    that passed, not by the calls. `config` is accepted for the trainer's sake and not read: the
-    rules are the same for every arm.
+    Steps may have gaps (the metrics of a long run): the average decays by the steps that passed,
+    not by the calls.
     """
 
-    def __init__(self, config=None):
+    def __init__(self):
         self.step: int | None = None
         self.numerator = 0.0  # weighted sum of losses
         self.weight = 0.0  # sum of the weights

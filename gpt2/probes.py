@@ -60,7 +60,10 @@ def tie_rate(ctx: ProbeContext) -> dict:
 
 @register("scores", cost="cheap")
 def scores(ctx: ProbeContext) -> dict:
-    """Largest score, mean attention entropy (nats) and first key's share, fp32, held-out batch."""
+    """Largest score, mean attention entropy (nats) and first key's share, fp32.
+
+    Of the first two sequences of the held-out batch.
+    """
     found = [measures.score_statistics(tap.q[:2], tap.k[:2]) for tap in ctx.held_out_taps()]
     names = ("max_logit", "attention_entropy", "first_key_mass")
     return {name: nested([f[name] for f in found]) for name in names}

@@ -116,20 +116,15 @@ def measure(trainer: Trainer, twin: str, batches: int) -> list[dict]:
     weights = torch.stack([layer.w_q().detach() for layer in trainer.model.attention_layers])
     _, u, v = measures.leading_pair(weights)
     whole = torch.stack([f["whole"] for f in found])
-    words = {
-        "float32": "sum in fp32",
-        "bfloat16": "sum in bf16",
-        "delta": "delta from the stored O",
-    }
     return [
         {
-            "cause": words[name],
+            "cause": cause,
             "processes": trainer.group.world,
             "at_step": first,
             "batches": batches,
             **statistics(torch.stack([f[name] for f in found]), whole, u, v),
         }
-        for name in CAUSES
+        for name, cause in CAUSES.items()
     ]
 
 

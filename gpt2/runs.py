@@ -152,7 +152,9 @@ class Run:
 
     @property
     def state(self) -> dict:
-        """status.json: status, step, message, duration_s and, while running, process."""
+        """status.json: status, step, message, duration_s; while running process; `tracker` once
+        training began; at the end batches_sha256, unless the batches are too many to keep.
+        """
         return self._read("status.json")
 
     @property
@@ -207,7 +209,7 @@ class Run:
     @property
     def tracker(self) -> OutcomeTracker | None:
         """The divergence rule's last state: of every step, where metrics have gaps in a long run,
-        and of a fork's parent too. None before a first step.
+        and of a fork's parent too. None before training began.
         """
         state = self.state.get("tracker")
         return OutcomeTracker.from_dict(state) if state else None

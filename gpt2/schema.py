@@ -35,7 +35,7 @@ def _option(default, group: str, help: str, choices: tuple[str, ...] = ()):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run. The defaults are those of the `cpu` preset."""
+    """Everything that determines a run. Defaults: the `cpu` preset's, but for its device."""
 
     n_layer: int = _option(2, "model", "transformer blocks")
     n_head: int = _option(2, "model", "query heads of a block")

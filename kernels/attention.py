@@ -66,7 +66,7 @@ def attention(
     numerics: a Numerics, its text ('paper,delta_output=fp32'), or one of these per query head.
     causal: query i sees keys j <= i, aligned top left as in F.scaled_dot_product_attention.
     scale: 1/sqrt(D) unless given. mask: bool (True = visible) or additive, broadcastable to
-    [B, H, Tq, Tk]; emulated only, no gradient.
+    [B, H, Tq, Tk]; emulated and sdpa only, no gradient.
     backend: 'auto', 'emulated', 'triton' or 'sdpa' (PyTorch's own arithmetic, for comparison);
     `resolve_backend` says what 'auto' picks and why.
     seed: int or 0-dim int64 tensor, for stochastic rounding and interventions on delta.

@@ -328,7 +328,7 @@ def parse_numerics(text: str | Numerics) -> Numerics:
 
     A preset's name, then changes in order: any field of Numerics, the dials `matched_bits` and
     `output_bits`, or the softmax parameters beta, eps, shift, min_offset, max_offset, decide, and
-    `delta_error=mirror` with `mean` and `rms`. JSON from `to_json` is accepted too. Raises
+    `delta_error=injected` with `mean` and `rms`. JSON from `to_json` is accepted too. Raises
     ValueError naming what it did not understand and the nearest thing that it would.
     """
     if isinstance(text, Numerics):

@@ -11,7 +11,8 @@ from torch import Tensor
 class ForwardResult:
     """Shapes: B batch, H query heads, Tq queries, Dv value width.
 
-    out: [B, H, Tq, Dv], values on the grid of the `output` site, in the carrier dtype.
+    out: [B, H, Tq, Dv], values on the grid of the `output` site: in the carrier dtype from the
+    emulator, in bf16 from the Triton kernels where the grid fits it.
     lse: [B, H, Tq], natural log, fp32 (fp64 when computing in fp64); -inf for a fully masked row.
     delta_output: [B, H, Tq, Dv] the O that delta reads, or None when it is `out` itself.
     The rest is filled only when probing, changes no bit of the above, and is 0 or -inf in fully

@@ -1,8 +1,9 @@
 """Rounding a tensor to a format, and reading the bits of what was rounded.
 
 Values stay in their carrier (float32 or float64 tensors) but lie on the grid of the target format.
-That is exact: every bf16, fp16 or fp8 value is a float32 value. Nothing here uses a hardware cast,
-so the same rules can be written with the same integers in a Triton kernel.
+That is exact: every bf16, fp16 or fp8 value is a float32 value. Formats with 8 exponent bits are
+rounded by integer arithmetic on float32's bits, which a Triton kernel can repeat; one case of it,
+bf16 to nearest even, takes the faster cast with the same bits. Others are scaled in float64.
 
 How rounding to nearest works on bits: drop the last `d` bits of the significand. The first
 dropped bit is the *guard* bit; the *sticky* bit is the OR of the rest. Guard 0: down. Guard 1,

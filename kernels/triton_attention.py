@@ -2,8 +2,8 @@
 
 Covered: the flash and paper families (row or running reference), the softmax policies safe,
 shifted, stabilized and guarded, formats with 8 exponent bits and any fraction (bf16, fp32 and the
-dials between), nearest-even and stochastic rounding, both deltas, and the per-row delta errors.
-The rest is refused by name and is the emulator's (`kernels.emulated`).
+dials between), nearest-even and stochastic rounding, both deltas, and the delta errors but for
+those along a direction. The rest is refused by name and is the emulator's (`kernels.emulated`).
 
 Importing this module needs neither Triton nor a GPU: kernels are imported at the first call.
 Stochastic sites draw Philox bits from (seed, site, element): the same law as the emulator's, other

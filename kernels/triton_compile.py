@@ -1,7 +1,8 @@
 """Compile the kernels for a GPU that is not here, and read what came out.
 
 `compile_offline("forward", paper(), capability=90)` compiles exactly the kernel that a launch with
-those numerics would use: the same constants, blocks and specialisation. It needs Triton but no
+those numerics would use: the same constants, blocks and specialisation. `compile_hopper` compiles
+the forward that takes its place where `kernels.hopper_attention` lets it. Both need Triton but no
 driver, and must run in a process without TRITON_INTERPRET. What is read: the matrix instructions
 (wgmma on compute capability 9.0, mma.sync on 8.0), the conversions that round, and registers,
 spilled bytes and shared memory of one program.
@@ -42,7 +43,7 @@ class Compiled:
 
     @property
     def matrix_instructions(self) -> tuple[str, ...]:
-        """Kinds of matrix instruction in the PTX, such as ('wgmma',) or ('mma.sync',)."""
+        """Kinds of matrix instruction in the PTX, ('wgmma.mma_async',) or ('mma.sync',)."""
         found = re.findall(r"\b(wgmma\.mma_async|mma\.sync)", self.ptx)
         return tuple(sorted(set(found)))
 
