@@ -14,6 +14,7 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS, is_healthy
 
+from .bf16_arms import attribution_words, fork_group, fork_words
 from .captions import Captioned, archived, caption
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
@@ -23,7 +24,7 @@ from .records import FAILED, failed_steps
 from .regimes import RECIPES
 from .signs import signs, signs_words
 from .survival import share_interval
-from .tables import arm_table, markdown_table, number, step_text
+from .tables import markdown_table, number, step_text
 
 ENOUGH_SEEDS = 4  # of VERDICT_RUNS that must fail, each within MOST_MINUTES, for a recipe to do
 MOST_MINUTES = 5.0
@@ -204,7 +205,7 @@ def runs_table(rows: Sequence[Mapping]) -> Markdown:
     lines = []
     for row in rows:
         onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
-        speed = row.get("steps_per_s") or _speed(row)
+        speed = row.get("steps_per_s") or pace_of(row)
         outcome = step_text(row) + (" (cut by the clock)" if cut_by_clock(row) else "")
         outcome = f"crashed: {row.get('message')}" if row["status"] == "failed" else outcome
         lines.append(
@@ -247,8 +248,10 @@ def decided(rows: Sequence[Mapping]) -> list[Mapping]:
     return [row for row in rows if row["status"] != "failed" and not cut_by_clock(row)]
 
 
-def _speed(row: Mapping) -> float | None:
-    return row["steps"] / row["seconds"] if row["seconds"] else None
+def pace_of(row: Mapping) -> float | None:
+    """Steps a second of a run over its whole duration; of a fork, from where it starts."""
+    own = row["steps"] - (row["forked_at"] or 0)
+    return own / row["seconds"] if row["seconds"] else None
 
 
 def success_table(rows: Sequence[Mapping]) -> Markdown:
@@ -331,52 +334,24 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
     return min(later) - gap, max(later) + gap
 
 
-# -- the other arms -------------------------------------------------------------------------------
-
-OTHER = {
-    "failure": "What is said to help, and other numerics, from the start",
-    "failure-forked": "The same as forks of the failing run",
-    "sites": "One site, or all but one, in low precision, as forks of the failing run",
-    "isolation": "Other single changes, as forks of the failing run",
-    "errors": "The error of delta changed, from the start",
-    "errors-forked": "The error of delta changed, as forks of the failing run",
-    "optimizer": "With Muon for the hidden matrices",
-    "size-wide": "Twice as wide",
-    "size-deep": "Twice as deep",
-    "size-gpt2s": "In the size of GPT-2 small",
-}
-
-
-def arm_tables(rows: Sequence[Mapping]) -> Markdown:
-    """One table of arms for each experiment that is archived in the recipe shown."""
-    recipe = shown_recipe(rows)
-    parts = []
-    for kind, title in OTHER.items():
-        mine = [r for r in rows if r["experiment"] == f"{kind}-{recipe}"]
-        if mine:
-            parts += [f"**{title}** (recipe {recipe})", arm_table(mine).data]
-    if not parts:
-        return Markdown("*No run of another arm on a GPU is archived yet.*")
-    return Markdown("\n\n".join(parts))
+# -- findings -------------------------------------------------------------------------------------
 
 
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
-    told = [f"- {standing(rows).data}"]
-    told += [f"- {line}" for line in (*recipe_lines(rows), *signs_words(rows))]
     recipe = shown_recipe(rows)
-    for kind, prefix, words in (
-        ("sites", "only_", "Attribution: with one rounding alone"),
-        ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),
-        ("errors", "", "The same from the start"),
-    ):
-        mine = [r for r in rows if r["experiment"] == f"{kind}-{recipe}" and r["arm"] != "low"]
-        mine = [r for r in mine if r["arm"].startswith(prefix)]
-        if mine:
-            told.append(f"- {words}, {_who_failed(mine)}.")
-        elif kind != "errors":
-            told.append(f"- {words}: not run in bf16.")
-    return Markdown("\n".join([*told, *dials.splitlines()]))
+    found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows)]
+    found += [line for line in (forks_line(rows),) if line]
+    found += attribution_words(rows, recipe)
+    return Markdown("\n".join([*(f"- {line}" for line in found), *dials.splitlines()]))
+
+
+def forks_line(rows: Sequence[Mapping]) -> str:
+    """`bf16_arms.fork_words` of the recipe shown, beside its run from scratch; '' without any."""
+    recipe = shown_recipe(rows)
+    forks = fork_group(rows, recipe)
+    low = [r for r in of(rows, recipe, "low") if forks and r["seed"] == forks[0]["seed"]]
+    return fork_words(forks, low[0] if low else None)
 
 
 def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
@@ -404,19 +379,3 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
     if alive:
         lines.append(f"No divergence in bf16 as far as it was run: {', '.join(alive)}.")
     return lines
-
-
-def _who_failed(rows: Sequence[Mapping]) -> str:
-    """'failed: S rounded (1 of 1); did not: ...'; an onset counts and is named where there is one.
-
-    A run whose parent shows an onset alone is asked for no more than that.
-    """
-    failed, alive = [], []
-    signs = any(row["kind"] == "onset" for row in rows)
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        mine = [row for row in rows if row["arm"] == arm]
-        count = sum(row["kind"] in (*FAILED, "onset") for row in mine)
-        words = f"{mine[0]['label']} ({count} of {len(mine)})"
-        (failed if count else alive).append(words)
-    told = "failed or showed an onset" if signs else "failed"
-    return f"{told}: {', '.join(failed) or 'none'}; did not: {', '.join(alive) or 'none'}"

@@ -176,13 +176,18 @@ def _foretold(found: Fit, measured: Sequence[Mapping]) -> str:
     low, high = found.slope_interval
     doubling = low <= 1.0 and (high is None or high >= 1.0)
     words = "a doubling with each bit is " + ("among" if doubling else "outside") + " the interval"
+    low, high = found.predicted_interval
     failed = [math.log2(p["step"]) for p in measured if p["failed"]]
     if not failed:
-        alive = [p["step"] for p in measured]
-        seen = f"not failed within {max(alive):,} steps" if alive else "not been run"
+        alive = max((p["step"] for p in measured), default=0)
+        seen = f"not failed within {alive:,} steps" if alive else "not been run"
+        if high is not None and alive > 2.0**high:
+            return (
+                f"{words}; bf16 has {seen}, longer than the predicted {_steps(low)} to "
+                f"{_steps(high)}: the line does not hold up to 7 bits."
+            )
         return f"{words}; bf16 has {seen}, so the prediction for 7 bits stands untested."
     middle = float(np.median(failed))
-    low, high = found.predicted_interval
     inside = low <= middle and (high is None or middle <= high)
     return (
         f"{words}; bf16 failed at {_steps(middle)} steps (median of {len(failed)}), "

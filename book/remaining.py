@@ -14,8 +14,9 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import HEALTHY_FACTOR
 
-from .chapter6 import best_recipe, cut_by_clock, of, shown_recipe
+from .chapter6 import best_recipe, cut_by_clock, of, pace_of, shown_recipe
 from .experiments import Experiment
+from .forks import AFTER_ONSET, BEFORE_ONSET
 from .gpu_experiments import BUILDERS
 from .regimes import RECIPES
 from .tables import markdown_table, number
@@ -45,10 +46,13 @@ def steps_to_failure(recipe: str, rows: Sequence[Mapping]) -> float:
 
 
 def speed(recipe: str, rows: Sequence[Mapping]) -> float | None:
-    """Median steps a second of the recipe's archived runs, None without any."""
+    """Median steps a second of the recipe's archived runs, None without any.
+
+    Speeds of training alone, where a search has measured them; else by the whole duration.
+    """
     mine = [row for row in rows if row["recipe"] == recipe and row["seconds"]]
-    found = [row.get("steps_per_s") or row["steps"] / row["seconds"] for row in mine]
-    found = [s for s in found if s]
+    told = [row["steps_per_s"] for row in mine if row.get("steps_per_s")]
+    found = told or [s for row in mine if (s := pace_of(row))]
     return float(np.median(found)) if found else None
 
 
@@ -60,13 +64,14 @@ def remaining_table(rows: Sequence[Mapping], recipe: str | None = None) -> Markd
     """
     chosen = recipe or shown_recipe(rows)
     name = chosen or next(iter(RECIPES))
+    by_onset = best_recipe(rows) is None
     steps, pace = steps_to_failure(name, rows), speed(name, rows)
     lines = []
     for kind, build in BUILDERS.items():
         experiment = build(name)
         left = missing_runs(experiment, name, rows)
         asked = len(experiment.arms) * len(experiment.seeds)
-        hours = None if not (chosen and pace) else _hours(experiment, left, steps, pace)
+        hours = None if not (chosen and pace) else _hours(left, steps, pace, by_onset)
         command = f"`python -m book.evidence {kind} --recipe {name}`"
         told = "unknown" if hours is None else number(hours, 1)
         lines.append([experiment.question, asked, len(left), told, command])
@@ -74,13 +79,17 @@ def remaining_table(rows: Sequence[Mapping], recipe: str | None = None) -> Markd
     return markdown_table(header, lines)
 
 
-def _hours(experiment: Experiment, left: Sequence, steps: float, pace: float) -> float:
+def _hours(left: Sequence, steps: float, pace: float, by_onset: bool) -> float:
     """Every missing run to HEALTHY_FACTOR times the steps to failure; forks from where they start.
 
-    An upper bound for arms that fail, and for the dials at few bits.
+    by_onset: forks go from BEFORE_ONSET to AFTER_ONSET times the steps to it. An upper bound for
+    arms that fail, and for the dials at few bits.
     """
     total = 0.0
     for arm, _ in left:
+        if arm.at is not None and by_onset:
+            total += (AFTER_ONSET - BEFORE_ONSET) * steps
+            continue
         start = 0.0 if arm.at is None else arm.at if isinstance(arm.at, int) else arm.at * steps
         total += HEALTHY_FACTOR * steps - start
     return total / pace / 3600

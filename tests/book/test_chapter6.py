@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from book import bf16_arms as arms
 from book import chapter6 as c6
 from book import dose
-from book.gpu_experiments import failure
+from book.gpu_experiments import failure, failure_forked
 from book.remaining import missing_runs, remaining_table, remaining_words
 from gpt2.outcomes import Onset, Outcome
 
@@ -171,7 +172,7 @@ def test_other_arms_are_told_by_experiment(tmp_path):
     ]
     save(tmp_path, "sites-tiny", forks)
     rows = read(tmp_path)
-    assert "only_unnormalized | 1 of 1" in c6.arm_tables(rows).data
+    assert "only_unnormalized | 1 of 1" in arms.arm_tables(rows, c6.shown_recipe(rows)).data
     words = c6.what_you_saw(rows, "- dials").data
     assert "failed: only_unnormalized (1 of 1); did not: only_scores (0 of 1)" in words
     assert words.endswith("- dials") and "error of $\\delta$ changed: not run in bf16" in words
@@ -190,7 +191,7 @@ def test_arms_of_a_recipe_that_shows_an_onset_alone_are_told_too(tmp_path):
     assert "failed in 0 of 1; 0 of 1 went on for 1.5 times" in told  # 900 < 1.5 x 700
     assert "| `python -m book.evidence sites --recipe tiny` |" in remaining_table(rows).data
     assert "judged by its onset" in remaining_words(rows).data
-    assert "only_scores" in c6.arm_tables(rows).data
+    assert "only_scores" in arms.arm_tables(rows, c6.shown_recipe(rows)).data
     words = "failed or showed an onset: only_scores (1 of 1); did not: only_output (0 of 1)"
     assert words in c6.what_you_saw(rows, "").data
 
@@ -276,3 +277,65 @@ def test_recipes_that_were_not_tried_are_named_below_the_table(tmp_path):
     assert "| tiny |" in table and "| mini-lr3 |" not in table
     assert "mini-lr3" in left and "tiny," not in left.split()
     assert "not tried" not in c6.recipe_table().data
+
+
+def fork(arm, kind, steps, ties, **more):
+    """A fork from step 9,000 that keeps a share of tied rows every 100 steps."""
+    at = list(range(9_100, steps + 1, 100))
+    curves = {
+        "tie_rate": {"step": at, "value": [ties if step > 10_000 else 0.1 for step in at]},
+        "spectral_norm_q": {"step": at, "value": [20.0] * len(at)},
+        "held_out_loss": {"step": at, "value": [1.5] * len(at)},
+    }
+    made = row("tiny", arm, 0, kind, steps, forked_at=9_000, attention=arm, curves=curves, **more)
+    return made | {"held_out_loss": 1.5, "run": f"fork-{arm}"}
+
+
+def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_change(tmp_path):
+    late = row("tiny", "low", 0, "onset", 12_000, status="interrupted", onset_step=11_000)
+    save(
+        tmp_path, "recipes", [late | {"code": "old"}, row("tiny", "delta_fp32", 0, "stable", 900)]
+    )
+    control = fork("same", "onset", 12_500, 0.5, onset_step=11_900)
+    save(tmp_path, "failure-forked-tiny", [fork("delta_fp32", "stable", 12_400, 0.1), control])
+    save(tmp_path, "errors-forked-tiny", [fork("mirror", "stable", 12_000, 0.2)])
+    rows = read(tmp_path)
+    forks = arms.fork_group(rows, "tiny")
+    assert [r["arm"] for r in forks] == ["same", "delta_fp32", "mirror"]
+    table = arms.fork_table(forks).data
+    assert "up to 12,000, where the shortest" in table
+    assert "| mirror | `mirror` | stable to 12,000 | 0.200 | 20.0 | 1.500 |" in table
+    told = c6.forks_line(rows)
+    assert "onset came at step 11,900, with 0.50 of" in told
+    assert "mirror: 0.20, no sign by 12,000. 0 of 2 went on" in told
+    assert "other code the same seed had its onset at 11,000" in told
+    assert told in c6.what_you_saw(rows, "").data
+    assert "onset at 11,900" in str(arms.fork_figure(forks))
+    without = [r for r in rows if r["arm"] != "same"]
+    assert c6.forks_line(without) == "" and "No fork" in arms.fork_table([]).data
+
+
+def test_bf16_that_outlives_the_predicted_interval_refutes_the_line(tmp_path):
+    save(tmp_path, "dials-tiny", dial_rows(seeds=(0, 1, 2)))
+    alive = [row("tiny", "low", 0, "stable", 3_000_000)]
+    save(tmp_path, "recipes", alive)
+    words = dose.dose_words(dose.dose_sets(read(tmp_path), tmp_path)).data
+    assert "not failed within 3,000,000 steps, longer than the predicted" in words
+    assert "does not hold up to 7 bits" in words
+
+
+def test_a_price_rests_on_the_speed_of_training_and_forks_by_an_onset_are_short(tmp_path):
+    late = row("tiny", "low", 0, "onset", 12_000, status="interrupted", onset_step=10_000)
+    slow = fork("same", "onset", 12_500, 0.5, onset_step=11_900) | {"steps_per_s": None}
+    save(tmp_path, "recipes", [late])
+    save(tmp_path, "failure-forked-tiny", [slow])
+    rows = read(tmp_path)
+    assert c6.pace_of(slow) == pytest.approx(3_500 / 120)
+    assert "10,000 steps a run at 500 steps a second" in remaining_words(rows).data
+    experiment = failure_forked("tiny")
+    left = missing_runs(experiment, "tiny", rows)
+    forks = sum(arm.at is not None for arm, _ in left)
+    hours = (forks * 0.5 + (len(left) - forks) * 1.5) * 10_000 / 500 / 3600
+    assert f"| {len(left)} | {hours:.1f} | `python -m book.evidence failure-forked" in (
+        remaining_table(rows).data
+    )

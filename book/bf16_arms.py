@@ -1,0 +1,177 @@
+"""Chapter 6: arms beside low precision, its twin and the witness, and forks beside each other.
+
+Records are those of `book.chapter6.gpu_rows`. Forks that an onset places are asked for no
+divergence, only for the declared sign; the fork without a change, their control, says when it is
+due (`fork_words`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from IPython.display import Markdown
+
+from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
+
+from .captions import Captioned, archived, caption
+from .record_figures import record_panels
+from .records import FAILED
+from .tables import arm_table, markdown_table, number, step_text
+
+OTHER = {
+    "failure": "What is said to help, and other numerics, from the start",
+    "failure-forked": "The same as forks of the failing run",
+    "sites": "One site, or all but one, in low precision, as forks of the failing run",
+    "isolation": "Other single changes, as forks of the failing run",
+    "errors": "The error of delta changed, from the start",
+    "errors-forked": "The error of delta changed, as forks of the failing run",
+    "optimizer": "With Muon for the hidden matrices",
+    "size-wide": "Twice as wide",
+    "size-deep": "Twice as deep",
+    "size-gpt2s": "In the size of GPT-2 small",
+}
+CONTROL = "same"  # the fork in which nothing changes
+LATE = 1_000  # steps before the end of the shortest fork, over which forks are compared
+
+
+def of_experiment(rows: Sequence[Mapping], kind: str, recipe: str | None) -> list[Mapping]:
+    """The records that `book.evidence KIND --recipe RECIPE` archived."""
+    return [row for row in rows if row["experiment"] == f"{kind}-{recipe}"]
+
+
+def arm_tables(rows: Sequence[Mapping], recipe: str | None) -> Markdown:
+    """One table of arms for each experiment that is archived in a recipe."""
+    parts = []
+    for kind, title in OTHER.items():
+        mine = of_experiment(rows, kind, recipe)
+        if mine:
+            parts += [f"**{title}** (recipe {recipe})", arm_table(mine).data]
+    if not parts:
+        return Markdown("*No run of another arm on a GPU is archived yet.*")
+    return Markdown("\n\n".join(parts))
+
+
+# -- forks side by side ---------------------------------------------------------------------------
+
+
+def fork_group(rows: Sequence[Mapping], recipe: str | None) -> list[Mapping]:
+    """All forks of a recipe from the state from which most of them start, the control first."""
+    forks = [r for r in rows if r["recipe"] == recipe and r["forked_at"] is not None]
+    places = [(r["seed"], r["forked_at"], r["source"]["code"]) for r in forks]
+    if not forks:
+        return []
+    most = max(dict.fromkeys(places), key=places.count)
+    mine = [row for row, place in zip(forks, places) if place == most]
+    return sorted(mine, key=lambda r: r["arm"] != CONTROL)
+
+
+def late_mean(row: Mapping, name: str, end: int) -> float | None:
+    """Mean of a signal of the worst head over the LATE steps up to `end`; None if not recorded."""
+    kept = row["curves"].get(name, {"step": [], "value": []})
+    pairs = zip(kept["step"], kept["value"])
+    values = [v for step, v in pairs if end - LATE <= step <= end and v is not None]
+    return float(np.mean(values)) if values else None
+
+
+def fork_table(forks: Sequence[Mapping]) -> Markdown:
+    """Outcome of each fork, and what its worst head showed before the shortest one ended."""
+    if not forks:
+        return Markdown("*No fork on a GPU is archived yet.*")
+    end = min(row["steps"] for row in forks)
+    lines = []
+    for row in forks:
+        ties, norm = (late_mean(row, name, end) for name in ("tie_rate", "spectral_norm_q"))
+        told = [number(ties), number(norm, 1), number(row["held_out_loss"])]
+        lines.append([row["label"], f"`{row['attention']}`", step_text(row), *told])
+    header = [
+        "fork",
+        "attention",
+        "outcome",
+        "tied rows",
+        "norm of W_Q",
+        "held-out loss at its end",
+    ]
+    words = (
+        f"Forks of seed {forks[0]['seed']} from step {forks[0]['forked_at']:,}, on the same "
+        f"batches. *Tied rows* (share) and *norm*: worst head, mean over the {LATE:,} steps up to "
+        f"{end:,}, where the shortest fork ended. Where no score is rounded, rows do not tie."
+    )
+    return Markdown(f"{words}\n\n{markdown_table(header, lines).data}")
+
+
+def fork_figure(forks: Sequence[Mapping]) -> Captioned:
+    """Ties, norm and held-out loss of forks from one state."""
+    figure = record_panels(forks, ["tie_rate", "spectral_norm_q", "held_out_loss"])
+    told = "; ".join(f"{row['label']}: {step_text(row)}" for row in forks)
+    words = f"Forks from step {forks[0]['forked_at']:,}, worst head at each step. {told}."
+    source = archived(forks[0]["source"] | {"seeds": [forks[0]["seed"]]})
+    return caption(figure, words, source, alt=f"Three panels over the steps. {told}.")
+
+
+def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
+    """What the control did, what the others had shown by the time they ended, and its standing.
+
+    known: the run from scratch whose onset placed the forks. '' without a control that has an
+    onset: then nothing can be compared.
+    """
+    control = next((r for r in forks if r["arm"] == CONTROL and r["onset_step"]), None)
+    others = [row for row in forks if row is not control]
+    if control is None or not others:
+        return ""
+    end, due = min(row["steps"] for row in forks), control["onset_step"]
+    ties = late_mean(control, "tie_rate", end)
+    told = [
+        f"Forks of one state in bf16 (seed {control['seed']}, step {control['forked_at']:,}): "
+        f"without a change the onset came at step {due:,}, with {number(ties, 2)} of the worst "
+        f"head's rows tied over the {LATE:,} steps up to {end:,}"
+    ]
+    for row in others:
+        share = late_mean(row, "tie_rate", end)
+        sign = "no sign" if row["onset_step"] is None else f"onset at {row['onset_step']:,}"
+        told.append(f"{row['label']}: {number(share, 2)}, {sign} by {row['steps']:,}")
+    outlived = sum(is_healthy(r["steps"], due) for r in others if r["onset_step"] is None)
+    words = "; ".join(told) + (
+        f". {outlived} of {len(others)} went on for {HEALTHY_FACTOR:g} times the control's steps "
+        "to its onset, as a judgement asks."
+    )
+    moved = known is not None and known.get("code") != control["source"]["code"]
+    if moved and known["onset_step"] is not None:
+        words += (
+            f" Trained from scratch with other code the same seed had its onset at "
+            f"{known['onset_step']:,}: the last bits of other operations move it."
+        )
+    return words
+
+
+def attribution_words(rows: Sequence[Mapping], recipe: str | None) -> list[str]:
+    """One line each on single sites and on the error of delta, or that it was not run."""
+    lines = []
+    for kind, prefix, words in (
+        ("sites", "only_", "Attribution: with one rounding alone"),
+        ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),
+        ("errors", "", "The same from the start"),
+    ):
+        mine = [r for r in of_experiment(rows, kind, recipe) if r["arm"] != "low"]
+        mine = [r for r in mine if r["arm"].startswith(prefix)]
+        if mine:
+            lines.append(f"{words}, {_who_failed(mine)}.")
+        elif kind != "errors":
+            lines.append(f"{words}: not run in bf16.")
+    return lines
+
+
+def _who_failed(rows: Sequence[Mapping]) -> str:
+    """'failed: S rounded (1 of 1); did not: ...'; an onset counts and is named where there is one.
+
+    A run whose parent shows an onset alone is asked for no more than that.
+    """
+    failed, alive = [], []
+    signs = any(row["kind"] == "onset" for row in rows)
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
+        count = sum(row["kind"] in (*FAILED, "onset") for row in mine)
+        words = f"{mine[0]['label']} ({count} of {len(mine)})"
+        (failed if count else alive).append(words)
+    told = "failed or showed an onset" if signs else "failed"
+    return f"{told}: {', '.join(failed) or 'none'}; did not: {', '.join(alive) or 'none'}"
