@@ -113,6 +113,7 @@ RECIPES = {  # in the order in which they are tried; those that are decided come
     "mini-d2-t1024-lr3": _mini(60_000, n_layer=2, block_size=1024, batch_size=32),
     "mini-d2-h3-lr3": _mini(60_000, n_layer=2, n_head=3),
     "mini-d2-w192-lr3": _mini(90_000, n_layer=2, n_head=3, n_embd=192),
+    "mini-d12-w192-lr3": _mini(60_000, n_layer=12, n_head=3, n_embd=192),
     "mini-lr2": _mini(48_000, learning_rate=2e-3),
     "mini-lr5": _mini(learning_rate=5e-3),
     "mini-b16-lr4": _mini(60_000, learning_rate=4e-3, batch_size=16),
