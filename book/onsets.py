@@ -80,6 +80,7 @@ def judged(rows: Sequence[Mapping]) -> list[dict]:
     for row in rows:
         twin = twins.get((row["recipe"], row["seed"]))
         asked = twin is not None and row["arm"] != TWIN and _whole(row) and row["onset"] is None
+        asked = asked and not _is_dial(row)
         known = min(row["steps"], twin["steps"]) if asked else 0
         out.append(_judged(row, twin, known) if known > (row.get("judged_to") or 0) else row)
     return out
@@ -98,6 +99,11 @@ def archived_onsets(rows: Sequence[Mapping], recipe: str) -> dict[int, Onset]:
         for row in low
         if row["onset"] is not None and row["seed"] not in failed
     }
+
+
+def _is_dial(row: Mapping) -> bool:
+    """Whether a run has fewer bits than its recipe: the twin in bf16 is no measure of its ties."""
+    return row.get("experiment", "").startswith("dials")
 
 
 def _whole(row: Mapping) -> bool:

@@ -90,3 +90,10 @@ def test_the_worst_head_is_told_at_the_end_and_at_the_onset():
     assert found["end"]["spectral_norm_q"]["layer"] == found["end"]["spectral_norm_q"]["head"] == 1
     assert worst_heads(metrics(start=12_150), sign)["onset"]["tie_rate"]["head"] == 1
     assert worst_heads(metrics())["onset"] is None and worst_heads({"step": []})["end"] == {}
+
+
+def test_a_run_at_fewer_bits_is_not_judged_against_the_twin_in_bf16():
+    rows = [record(metrics(start=9_000)), record(metrics(), "delta_fp32")]
+    assert judged(rows)[0]["onset_step"] == 9_000
+    dial = rows[0] | {"experiment": "dials-a", "arm": "matched3"}
+    assert judged([dial, rows[1]])[0]["onset_step"] is None
