@@ -19,19 +19,24 @@ from .result import ForwardResult
 # Query rows of a consumer, consumers of a program, and keys of a tile, as `flash` says.
 ROWS, PARTS, TILE = 64, 2, 128
 
-# Fraction bits of the sites that the kernel serves, by reference: those of `flash` and of `paper`,
-# with inputs in bf16, with or without an O in fp32 for delta: what was compared on a GPU.
-BITS = {
-    "running": dict(scores=23, unnormalized=23),
-    "row": dict(scores=7, unnormalized=7),
+# (Fraction bits of `scores`, of `unnormalized`) that the kernel serves, by reference and whether
+# the policy moves it: those of `flash` and `paper`, with inputs in bf16, with or without an O in
+# fp32 for delta: what is compared on a GPU.
+SITES = {
+    ("running", False): ((23, 23),),
+    ("running", True): ((7, 7), (23, 23)),
+    ("row", False): ((7, 7),),
+    ("row", True): ((7, 7),),
 }
+MOVING = ("stabilized", "guarded")
 BOTH = dict(probabilities=7, output=7)
 
 
 # Keys that a query sees, on average, from which on the kernel is the faster of the two, by head
 # dimension and reference. Measured on an H200 at T = 1,024 and 4,096, causal (512 and 2,048 keys);
 # between them, and below for (128, "running"), by a line: time grows linearly with the tiles of a
-# block, and under the row reference a block costs more here before its first tile.
+# block, and under the row reference a block costs more here before its first tile. Measured for
+# the policy safe without probes; the same is taken for all.
 LEAST_KEYS = {
     (64, "running"): 512,
     (64, "row"): 1280,
@@ -74,8 +79,8 @@ def refusal(
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     if why := _refused_numerics(numerics) or _refused_gluon():
         return why
-    if probe:
-        return "probes are on"
+    if probe and shapes[1][2] >= 2**19:
+        return f"{shapes[1][2]} keys: a thread's counts for probes have 16 bits"
     if not scale > 0:
         return f"scale={scale} is not positive"
     if dtype != torch.bfloat16:
@@ -107,21 +112,29 @@ def mean_keys(Tq: int, Tk: int, causal: bool) -> int:
 @lru_cache(maxsize=256)
 def _refused_numerics(n: Numerics) -> str | None:
     """Beyond what `triton_attention` refuses."""
-    if n.softmax.kind != "safe":
-        return f"softmax={n.softmax.kind}: only safe is served"
+    policy, moving = n.softmax, n.softmax.kind in MOVING
+    if policy.kind != "safe" and not moving:
+        return f"softmax={policy.kind}: only safe, stabilized and guarded are served"
+    if moving and (n.reference, policy.decide) not in (("running", "tile"), ("row", "row")):
+        return f"softmax={policy.kind}, decide={policy.decide} with reference={n.reference}"
     if n.reference == "running" and n.tile != TILE:
         return f"tile={n.tile}: only {TILE} is served"
     if n.stochastic:
         return "a site rounds stochastically"
     if n.row_sum_source != "unrounded":
         return f"row_sum_source={n.row_sum_source}: only unrounded is served"
-    for name, bits in (BITS[n.reference] | BOTH).items():
-        site = getattr(n, name)
-        if min(site.format.fraction_bits, 23) != bits:
-            return f"{name}={site}: not served"
+    for name, bits in BOTH.items():
+        if _bits(n, name) != bits:
+            return f"{name}={getattr(n, name)}: not served"
+    if (_bits(n, "scores"), _bits(n, "unnormalized")) not in SITES[n.reference, moving]:
+        return f"scores={n.scores}, unnormalized={n.unnormalized}: not served with this reference"
     if n.delta_output is not None and n.delta_output.format.fraction_bits < 23:
         return f"delta_output={n.delta_output}: not served"
     return None
+
+
+def _bits(n: Numerics, site: str) -> int:
+    return min(getattr(n, site).format.fraction_bits, 23)
 
 
 @lru_cache(maxsize=1)
@@ -145,7 +158,7 @@ def describe(x: Tensor, rows: int):
 
 
 @lru_cache(maxsize=256)
-def launch_arguments(key: str, scale: float, causal: bool, plan: Plan) -> dict:
+def launch_arguments(key: str, scale: float, causal: bool, probe: bool, plan: Plan) -> dict:
     """Constexpr arguments and options of a launch. key: `Numerics.key`. Read only.
 
     Contraction to fused multiply-adds is off: it would move roundings.
@@ -153,7 +166,7 @@ def launch_arguments(key: str, scale: float, causal: bool, plan: Plan) -> dict:
     from .numerics import parse_numerics
     from .triton_attention import forward_constants
 
-    found = forward_constants(parse_numerics(key), scale, probe=False)
+    found = forward_constants(parse_numerics(key), scale, probe)
     return dict(
         STAGES=plan.stages,
         REGISTERS=plan.registers,
@@ -163,6 +176,9 @@ def launch_arguments(key: str, scale: float, causal: bool, plan: Plan) -> dict:
         ROUND_S=found["S_BITS"] == 7,
         ROUND_BAR=found["BAR_BITS"] == 7,
         HP=found["HP"],
+        POLICY=found["POLICY"],
+        PROBE=probe,
+        UNIT_EXACT=found["UNIT_EXACT"],
         num_warps=4,
         maxnreg=plan.launch_registers,
         enable_fp_fusion=False,
@@ -182,6 +198,7 @@ def forward(
     numerics: Numerics,
     causal: bool,
     scale: float,
+    probe: bool = False,
     plan: Plan | None = None,
 ) -> ForwardResult:
     """As `triton_attention.forward`, for calls on bf16 tensors that `refusal` lets pass.
@@ -190,16 +207,31 @@ def forward(
     """
     from .hopper_forward import hopper_forward_kernel
 
-    B, H, Tq = q.shape[:3]
-    arguments = launch_arguments(numerics.key, scale, causal, plan or Plan())
-    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    high = torch.empty(q.shape, dtype=torch.float32, device=q.device) if arguments["HP"] else None
+    B, H, Tq = rows = q.shape[:3]
+    device, policy = q.device, numerics.softmax
+    arguments = launch_arguments(numerics.key, scale, causal, probe, plan or Plan())
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    result = ForwardResult(out=out, lse=lse)
+    if arguments["HP"]:
+        result.delta_output = torch.empty(q.shape, dtype=torch.float32, device=device)
+    if probe:
+        counts = dict(dtype=torch.int32, device=device)
+        result.ties, result.ones = torch.empty(rows, **counts), torch.empty(rows, **counts)
+        result.m, result.l = torch.empty_like(lse), torch.empty_like(lse)
+        result.out_fp32 = torch.empty(q.shape, dtype=torch.float32, device=device)
+    high, *probes = (
+        lse if x is None else x  # stands for outputs that this call does not write
+        for x in (
+            result.delta_output, result.ties, result.ones, result.m, result.l, result.out_fp32
+        )
+    )  # fmt: skip
+    unit = scale if arguments["RAW"] else 1.0
+    offsets = (policy.eps / unit, policy.min_offset / unit, policy.max_offset / unit)
     pairs = (-(-Tq // (PARTS * ROWS)) + 1) // 2 * B * H
-    with torch.cuda.device(q.device):
-        hopper_forward_kernel[(min(pairs, _multiprocessors(q.device)),)](
-            describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse,
-            lse if high is None else high, scale, H, H // k.shape[1], Tq, k.shape[2], pairs,
-            **arguments,
+    with torch.cuda.device(device):
+        hopper_forward_kernel[(min(pairs, _multiprocessors(device)),)](
+            describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse, high, scale, H,
+            H // k.shape[1], Tq, k.shape[2], pairs, policy.beta, *offsets, *probes, **arguments,
         )  # fmt: skip
-    return ForwardResult(out=out, lse=lse, delta_output=high)
+    return result

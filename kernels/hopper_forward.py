@@ -1,22 +1,24 @@
 """Attention forward for Hopper GPUs, in Gluon: matrix products run while the softmax is computed.
 
-The same roundings in the same order as `kernels.triton_forward`, of which it serves the policy
-`safe` with bf16 operands; what is different is who waits for whom. A program is two consumers,
-groups of four warps that own 64 query rows each, and two producers, single warps that ask the copy
-engine (TMA) for Q and K and for V. Tiles go to rings of STAGES buffers in shared memory. One
-consumer's softmax can run beside the other's products, and beside its own: P_bar V of tile j - 1
-is computed during the softmax of tile j. With S of tile j + 1 computed then as well, which takes
-64 registers more per thread, it was slower (book/development-log.md).
+The same roundings in the same order as `kernels.triton_forward`, of which it serves what
+`hopper_attention.refusal` lets pass; what is different is who waits for whom. A program is two
+consumers, groups of four warps that own 64 query rows each, and two producers, single warps that
+ask the copy engine (TMA) for Q and K and for V. Tiles go to rings of STAGES buffers in shared
+memory. One consumer's softmax can run beside the other's products, and beside its own: P_bar V of
+tile j - 1 is computed during the softmax of tile j. With S of tile j + 1 computed then as well,
+which takes 64 registers more per thread, it was slower (book/development-log.md).
 
-Under the row reference (RUNNING false) a first pass over the keys finds the final row maximum.
+Under the row reference (RUNNING false) a first pass over the keys finds the final row maximum, and
+the second largest score where the policy asks for it. Policies and probes (`hopper_counts`) leave
+no trace in what is compiled without them.
 A program takes several blocks of 128 query rows in turn, a long and a short one of a head (causal)
 at a time, and the producers run ahead of the block that is being computed. Tiles of K and of V are
 numbered over all that a program reads: tile g is in buffer g % STAGES, for the (g // STAGES)-th
 time; likewise blocks of Q, for which each consumer has two buffers. Only the last tile of a block
 needs a mask. It shares the code of the others: with a copy for itself, programs were slower.
 
-Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; out and
-lse contiguous. `unit` and RAW are those of `kernels.triton_forward`.
+Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; all
+results contiguous. `unit` and RAW are those of `kernels.triton_forward`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .hopper_counts import row_counts, row_reference
 from .hopper_tiles import (
     PARTS,
     ROWS,
@@ -32,6 +35,7 @@ from .hopper_tiles import (
     attend,
     await_tile,
     divide,
+    in_pairs,
     round_to_bf16,
     rounded_scores,
     row_maximum,
@@ -78,11 +82,11 @@ def visible_tiles(end, Tk, CAUSAL: gl.constexpr):
 def consumer(
     rings, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr,
-    HP: gl.constexpr,
+    HP: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART on of every block of this program."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    out_ptr, lse_ptr, hp_ptr, scale = outputs
+    out_ptr, lse_ptr, hp_ptr, scale, policy, probes = outputs
     H, GROUP, Tq, Tk, blocks, units = sizes
     DV: gl.constexpr = v_bufs.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -107,24 +111,50 @@ def consumer(
             own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(slot), k_full, k_free, v_full,
                    v_free, still)  # fmt: skip
             m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            top = m
             if not RUNNING:  # rounding keeps order: the maximum is that of the rounded scores
-                m = row_maximum(q, own, rows, gk, tiles, Tk, S_LAYOUT, STAGES, CAUSAL)
-                m = rounded_scores(m, scale, RAW, ROUND_S)
+                tops = row_maximum(
+                    q, own, rows, gk, tiles, Tk, scale, S_LAYOUT, STAGES, CAUSAL, RAW,
+                    in_pairs(POLICY, ROUND_S))  # fmt: skip
+                top = tops[0]
+                if POLICY == 0:
+                    top = rounded_scores(top, scale, RAW, ROUND_S)
+                    m = top
+                else:
+                    m = row_reference(top, tops[1], policy, POLICY)
                 gk += tiles
-            acc, m, l = attend(
-                q, own, rows, m, gk, gv, tiles, Tk, scale, factor, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-                STAGES, CAUSAL, RUNNING, RAW, ROUND_S)  # fmt: skip
+            tally = ()
+            if PROBE:
+                tops = ()
+                if POLICY != 0:
+                    tops = (top,)
+                tally = (tops, (), ())
+            acc, m, l, tally = attend(
+                q, own, rows, m, tally, gk, gv, tiles, Tk, scale, factor, unit, policy, S_LAYOUT,
+                O_LAYOUT, P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S, POLICY, PROBE,
+                UNIT_EXACT)  # fmt: skip
             gk += tiles
             gv += tiles
             turn += 1
             row_base = head.to(gl.int64) * Tq
             gl.store(lse_ptr + row_base + rows, m * unit + gl.log(l), mask=rows < Tq)
+            if PROBE:
+                ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr = probes
+                tops, ties, ones = tally
+                ties = row_counts(ties[0], S_LAYOUT, in_pairs(POLICY, ROUND_S))
+                ones = row_counts(ones[0], S_LAYOUT, True)
+                gl.store(ties_ptr + row_base + rows, ties, mask=rows < Tq)
+                gl.store(ones_ptr + row_base + rows, ones, mask=rows < Tq)
+                gl.store(m_ptr + row_base + rows, m * unit, mask=rows < Tq)
+                gl.store(l_ptr + row_base + rows, l, mask=rows < Tq)
             l = gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
             l = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT) + l
             bar = acc
             if ROUND_BAR:
                 bar = round_to_bf16(acc)
-            store_rows(out_ptr + row_base * DV, divide(bar, l), first, Tq)
+            store_rows(out_ptr + row_base * DV, divide(bar, l, POLICY != 0), first, Tq)
+            if PROBE:
+                store_rows(o32_ptr + row_base * DV, divide(acc, l, POLICY != 0), first, Tq)
             if HP:
                 store_rows(hp_ptr + row_base * DV, gl.div_rn(acc, l), first, Tq)
 
@@ -227,8 +257,10 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", "units"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, hp_ptr, scale, H, GROUP, Tq, Tk, units,
+    beta, eps, min_offset, max_offset, ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
     RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr, HP: gl.constexpr,
+    POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Pairs of blocks number program, program + programs, ... of `units`. See the docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -246,16 +278,22 @@ def hopper_forward_kernel(
     v_free = barriers(STAGES, PARTS)
     still = (barriers(1, 1).index(0), barriers(1, 1).index(0))
     rings = (q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still)
-    outputs = (out_ptr, lse_ptr, hp_ptr, scale)
+    policy = ()
+    if POLICY != 0:
+        policy = (beta, eps, min_offset, max_offset)
+    probes = ()
+    if PROBE:
+        probes = (ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr)
+    outputs = (out_ptr, lse_ptr, hp_ptr, scale, policy, probes)
     sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
             (consumer, (rings, outputs, sizes, FIRST, STAGES, CAUSAL, RUNNING, RAW, ROUND_S,
-                        ROUND_BAR, HP)),
+                        ROUND_BAR, HP, POLICY, PROBE, UNIT_EXACT)),
             (consumer, (rings, outputs, sizes, SECOND, STAGES, CAUSAL, RUNNING, RAW, ROUND_S,
-                        ROUND_BAR, HP)),
+                        ROUND_BAR, HP, POLICY, PROBE, UNIT_EXACT)),
             (keys_producer, (q_desc, k_desc, rings, sizes, STAGES, CAUSAL, RUNNING)),
             (values_producer, (v_desc, rings, sizes, STAGES, CAUSAL)),
         ],

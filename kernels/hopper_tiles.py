@@ -15,6 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import hopper_attention
+from .hopper_counts import (
+    for_each_thread,
+    larger_two,
+    ones_of_tile,
+    ordered_halves,
+    round_pairs,
+    ties_of_tile,
+    tile_reference,
+    two_of_each_row,
+)
 from .triton_common import BF16_PAIR
 
 ROWS = gl.constexpr(hopper_attention.ROWS)
@@ -77,8 +87,11 @@ def round_to_bf16(x):
         BF16_PAIR, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
 
 
-def _quotients(n: int) -> str:
-    """PTX of `divide`: results $0 on, then n each of x, l, its reciprocals y and the least x."""
+def _quotients(n: int, most: str) -> str:
+    """PTX of `divide`: results $0 on, then n each of x, l, its reciprocals y and the least x.
+
+    most: the largest x, as PTX writes an fp32 number.
+    """
     x, l, y, least = ([f"${k * n + i}" for i in range(n)] for k in (1, 2, 3, 4))
     lines = [".reg .pred odd;", ".reg .f32 e, size;", "setp.ne.b32 odd, 0, 0;"]
     for i in range(n):
@@ -90,29 +103,34 @@ def _quotients(n: int) -> str:
     for i in range(n):
         lines.append(f"abs.f32 size, {x[i]};")
         lines.append(f"setp.ltu.or.f32 odd, size, {least[i]}, odd;")
-        lines.append("setp.gt.or.f32 odd, size, 0f7B800000, odd;")  # 2^120
+        lines.append(f"setp.gt.or.f32 odd, size, {most}, odd;")
     lines.append("@!odd bra DONE;")
     lines += [f"div.rn.f32 ${i}, {x[i]}, {l[i]};" for i in range(n)]
     return "{ " + " ".join(lines) + " DONE: }"
 
 
-QUOTIENTS = gl.constexpr(_quotients(8))
+QUOTIENTS = gl.constexpr(_quotients(8, "0f7B800000"))  # 2^120
+QUOTIENTS_BY_SMALL = gl.constexpr(_quotients(8, "0f5D800000"))  # 2^60
 QUOTIENT_OPERANDS = gl.constexpr(",".join(8 * ["=&r"] + 32 * ["r"]))
 
 
 @gluon.jit
-def divide(x, l):
+def divide(x, l, SMALL: gl.constexpr = False):
     """x / l of two blocks, l > 0, as `div.rn` rounds it, without a branch for each number.
+
+    SMALL: l may well be small, down to 2^-60, as under a reference far above the row maximum.
 
     The quotient from the rounded reciprocal, corrected twice by its exact remainder, is the
     nearest number (Markstein 1990: a correctly rounded reciprocal, a faithful quotient) while the
     remainder does not underflow. Where it may, eight numbers of a thread take the instruction,
     which branches for each and so computes one after the other.
     """
+    LEAST: gl.constexpr = 2.0**-60 if SMALL else 2.0**-4
+    STEPS: gl.constexpr = QUOTIENTS_BY_SMALL if SMALL else QUOTIENTS
     y = gl.div_rn(l * 0.0 + 1.0, l)
-    least = gl.where((l >= 2.0**-4) & (l <= 2.0**24), 2.0**-96, float("inf"))
+    least = gl.where((l >= LEAST) & (l <= 2.0**24), 2.0**-96, float("inf"))
     return gl.inline_asm_elementwise(
-        QUOTIENTS, QUOTIENT_OPERANDS, [x, l, y, least], dtype=gl.float32, is_pure=True,
+        STEPS, QUOTIENT_OPERANDS, [x, l, y, least], dtype=gl.float32, is_pure=True,
         pack=8)  # fmt: skip
 
 
@@ -137,26 +155,63 @@ def hide(s, rows, start, Tk, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(s, m, l, factor, RUNNING: gl.constexpr):
-    """P_bar fp32, m, l, and what O_bar is rescaled by (running reference; else of no use).
+def softmax_tile(
+    s, m, l, tally, factor, unit, policy, S_LAYOUT: gl.constexpr, RUNNING: gl.constexpr,
+    POLICY: gl.constexpr, PAIRS: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+):  # fmt: skip
+    """P_bar fp32, m, l, what O_bar is rescaled by (running reference; else of no use), and tally.
 
     l is summed in the order of `kernels.triton_forward`: tile by tile, or by the 64 keys of its
-    blocks where the specification names no tile.
+    blocks where the specification names no tile. PAIRS: s is not rounded yet, to bf16.
+    tally: () without probes, else row maximum (unless it is m), ties and ones, each in a tuple,
+    the counts in empty ones before the first tile.
     """
     rescale = m
+    reference = m
+    pairs = ()
+    if PAIRS:
+        s, pairs = round_pairs(s)
     if RUNNING:
-        m_new = gl.maximum(m, gl.max(s, 1))
+        if POLICY == 0:
+            rm = gl.max(s, 1)
+            own = rm
+        else:
+            rm, own = tile_reference(s, pairs, policy, S_LAYOUT, POLICY, PAIRS)
+        m_new = gl.maximum(m, own)
         rescale = gl.exp2((m - m_new) * factor)
         l = l * rescale
         m = m_new
-    p = gl.exp2((s - gl.expand_dims(m, 1)) * factor)
+    offset = s - gl.expand_dims(m, 1)
+    if PROBE:
+        tops, ties, ones = tally
+        before, top = reference, m
+        if POLICY != 0:  # the reference is not the row maximum
+            before = tops[0]
+            top = before
+            if RUNNING:
+                top = gl.maximum(before, rm)
+            tops = (top,)
+        found = ties_of_tile(s, offset, pairs, top, unit, S_LAYOUT, POLICY, PAIRS, UNIT_EXACT)
+        if len(ties) > 0:
+            known = ties[0]
+            if RUNNING:
+                risen = top * unit > before * unit
+                known = gl.where(for_each_thread(risen, known), 0, known)
+            found += known
+        ties = (found,)
+    p = gl.exp2(offset * factor)
     if RUNNING:
         l += gl.sum(p, 1)
     else:
         first, second = gl.split(gl.sum(gl.reshape(p, [ROWS, 2, TILE // 2]), 2))
         l += gl.convert_layout(first, l.type.layout)
         l += gl.convert_layout(second, l.type.layout)
-    return p, m, l, rescale
+    if PROBE:
+        found = ones_of_tile(p.to(gl.bfloat16))
+        if len(ones) > 0:
+            found += ones[0]
+        tally = (tops, ties, (found,))
+    return p, m, l, rescale, tally
 
 
 @gluon.jit
@@ -168,95 +223,142 @@ def rescaled(acc, rescale, RUNNING: gl.constexpr):
     return acc
 
 
+@gluon.constexpr_function
+def in_pairs(policy, round_s):
+    """Whether scores are rounded in pairs that the policy then reads."""
+    return policy >= 2 and round_s
+
+
 # -- all tiles of a block -------------------------------------------------------------------------
 
 
 @gluon.jit
-def next_maximum(top, s, g, q, rings, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
-    """Elementwise maximum with s, while S of tile g is computed."""
+def higher(tops, s, scale, RAW: gl.constexpr, PAIRS: gl.constexpr):
+    """Elementwise maximum with raw scores; PAIRS: the two largest of rounded ones, in pairs."""
+    if PAIRS:
+        s, pairs = round_pairs(rounded_scores(s, scale, RAW, False))
+        a, b = ordered_halves(pairs)
+        return larger_two(tops[0], tops[1], a, b)
+    else:
+        return (gl.maximum(tops[0], s),)
+
+
+@gluon.jit
+def next_maximum(
+    tops, s, g, q, rings, scale, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr, RAW: gl.constexpr,
+    PAIRS: gl.constexpr,
+):  # fmt: skip
+    """`higher`, while S of tile g is computed."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     s_next = ask_scores(q, rings, g, S_LAYOUT, STAGES)
     hold(still[0])
-    top = gl.maximum(top, s)
+    tops = higher(tops, s, scale, RAW, PAIRS)
     hold(still[1])
     s_next = warpgroup_mma_wait(0, deps=(s_next,))
     release(k_free, g, STAGES)
-    return top, s_next
+    return tops, s_next
 
 
 @gluon.jit
 def row_maximum(
-    q, rings, rows, first, tiles, Tk, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    q, rings, rows, first, tiles, Tk, scale, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAW: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The largest raw score of each row, over the tiles of K from number `first` on."""
+    """The largest raw score of each row, over the tiles of K from number `first` on.
+
+    PAIRS: the largest and the second largest score, rounded to bf16.
+    """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    top = gl.full([ROWS, TILE], float("-inf"), gl.float32, S_LAYOUT)
+    tops = (gl.full([ROWS, TILE], float("-inf"), gl.float32, S_LAYOUT),)
+    if PAIRS:
+        lowest, pairs = round_pairs(tops[0])
+        tops = ordered_halves(pairs)
     s = ask_scores(q, rings, first, S_LAYOUT, STAGES)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_free, first, STAGES)
     last = tiles - 1
     for i in range(last // 2):
-        top, s = next_maximum(top, s, first + 2 * i + 1, q, rings, S_LAYOUT, STAGES)
-        top, s = next_maximum(top, s, first + 2 * i + 2, q, rings, S_LAYOUT, STAGES)
+        tops, s = next_maximum(
+            tops, s, first + 2 * i + 1, q, rings, scale, S_LAYOUT, STAGES, RAW, PAIRS
+        )
+        tops, s = next_maximum(
+            tops, s, first + 2 * i + 2, q, rings, scale, S_LAYOUT, STAGES, RAW, PAIRS
+        )
     if last % 2 == 1:
-        top, s = next_maximum(top, s, first + last, q, rings, S_LAYOUT, STAGES)
-    return gl.max(gl.maximum(top, hide(s, rows, last * TILE, Tk, S_LAYOUT, CAUSAL)), 1)
+        tops, s = next_maximum(
+            tops, s, first + last, q, rings, scale, S_LAYOUT, STAGES, RAW, PAIRS
+        )
+    s = hide(s, rows, last * TILE, Tk, S_LAYOUT, CAUSAL)
+    tops = higher(tops, s, scale, RAW, PAIRS)
+    if PAIRS:
+        return two_of_each_row(tops[0], tops[1], S_LAYOUT)
+    else:
+        return (gl.max(tops[0], 1),)
 
 
 @gluon.jit
 def step(
-    p, acc, m, l, gk, gv, start, q, rings, rows, Tk, scale, factor, S_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
-    RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    p, acc, m, l, tally, gk, gv, start, q, rings, rows, Tk, scale, factor, unit, policy,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr,
+    PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """The tile gk, gv, whose softmax runs beside P_bar V of the one before; p is that P_bar.
 
     start: first key of the block's last tile, which alone needs a mask; -1 in the others.
     """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     acc = ask_output(p, rings, acc, gv - 1, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_free, gk, STAGES)
-    s = rounded_scores(s, scale, RAW, ROUND_S)
+    s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
     if start >= 0:
         mbarrier.arrive(q_free, count=1)
         s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
-    wide, m, l, rescale = softmax_tile(s, m, l, factor, RUNNING)
+    wide, m, l, rescale, tally = softmax_tile(
+        s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
+        UNIT_EXACT)  # fmt: skip
     hold(still[0])
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv - 1, STAGES)
     p = gl.convert_layout(wide.to(p.dtype), P_LAYOUT)
-    return p, rescaled(acc, rescale, RUNNING), m, l
+    return p, rescaled(acc, rescale, RUNNING), m, l, tally
 
 
 @gluon.jit
 def attend(
-    q, rings, rows, m, gk, gv, tiles, Tk, scale, factor, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    q, rings, rows, m, tally, gk, gv, tiles, Tk, scale, factor, unit, policy,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
+    RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
+    UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
-    """O_bar, m and l of a consumer's rows over all their tiles; the first have numbers gk, gv."""
+    """O_bar, m, l and tally of a consumer's rows over all their tiles, from numbers gk, gv on."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.full([ROWS, v_bufs.shape[4]], 0.0, gl.float32, O_LAYOUT)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_free, gk, STAGES)
-    s = rounded_scores(s, scale, RAW, ROUND_S)
+    s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
     if tiles == 1:
         mbarrier.arrive(q_free, count=1)
         s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
-    wide, m, l, rescale = softmax_tile(s, m, l, factor, RUNNING)
+    wide, m, l, rescale, tally = softmax_tile(
+        s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
+        UNIT_EXACT)  # fmt: skip
     p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
     last = tiles - 1
     for j in range(1, tiles):
         start = gl.where(j == last, j * TILE, -1)
-        p, acc, m, l = step(
-            p, acc, m, l, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor, S_LAYOUT,
-            P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S)  # fmt: skip
+        p, acc, m, l, tally = step(
+            p, acc, m, l, tally, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor, unit,
+            policy, S_LAYOUT, P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S, POLICY, PROBE,
+            UNIT_EXACT)  # fmt: skip
     acc = ask_output(p, rings, acc, gv + last, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv + last, STAGES)
-    return acc, m, l
+    return acc, m, l, tally

@@ -439,7 +439,8 @@ def forward(
     seed = _seed_tensor(seed, n, lse)
     q, k, v = _inputs(n, seed, q=q, k=k, v=v)
     if blocks is None and _refused_by_hopper(n, (q, k, v), causal, scale, probe) is None:
-        return hopper_attention.forward(q, k, v, numerics=n, causal=causal, scale=scale)
+        choices = dict(numerics=n, causal=causal, scale=scale, probe=probe)
+        return hopper_attention.forward(q, k, v, **choices)
     if blocks is None:
         itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
         limit = _shared_limit(device)

@@ -101,7 +101,12 @@ def compile_offline(
 
 
 def compile_hopper(
-    numerics: Numerics, *, head_dim: int = 64, causal: bool = True, usage: bool = True
+    numerics: Numerics,
+    *,
+    head_dim: int = 64,
+    causal: bool = True,
+    probe: bool = False,
+    usage: bool = True,
 ) -> Compiled:
     """Compile `kernels.hopper_forward` for compute capability 9.0 as a launch would. Seconds."""
     import triton
@@ -114,7 +119,7 @@ def compile_hopper(
 
     plan = hopper_attention.Plan()
     arguments = hopper_attention.launch_arguments(
-        numerics.key, 1 / math.sqrt(head_dim), causal, plan
+        numerics.key, 1 / math.sqrt(head_dim), causal, probe, plan
     )
     options = {name: arguments[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants = {name: x for name, x in arguments.items() if name not in options}

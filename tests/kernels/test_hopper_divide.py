@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from kernels.hopper_tiles import QUOTIENTS, divide  # noqa: E402
+from kernels.hopper_tiles import QUOTIENTS, QUOTIENTS_BY_SMALL, divide  # noqa: E402
 
 
 def fma(a, b, c):
@@ -37,7 +37,7 @@ OPERATIONS = {
 }
 
 
-def run_ptx(x, l, y, least):
+def run_ptx(steps, x, l, y, least):
     """What the inline assembly computes of 8 numbers in each row: quotients, and who divides."""
     given = [z[:, i] for z in (x, l, y, least) for i in range(8)]
     registers = {f"${8 + i}": z for i, z in enumerate(given)}
@@ -47,7 +47,7 @@ def run_ptx(x, l, y, least):
             return np.array(int(name[2:], 16), np.uint32).view(np.float32)
         return registers[name]
 
-    body = QUOTIENTS.value.split("@!odd bra DONE;")[0].strip("{ ")
+    body = steps.value.split("@!odd bra DONE;")[0].strip("{ ")
     for line in filter(None, (part.strip() for part in body.split(";"))):
         operation, *names = re.split(r"[ ,]+", line)
         if operation == ".reg":
@@ -59,44 +59,52 @@ def run_ptx(x, l, y, least):
     return np.stack([registers[f"${i}"] for i in range(8)], 1), registers["odd"]
 
 
-def test_the_steps_of_the_assembly_round_as_ieee_division():
-    """l as it occurs (2^-4 to 2^24) and all x whose remainders do not underflow."""
+@pytest.mark.parametrize(
+    "steps, least_l, most_x", [(QUOTIENTS, -4, 120), (QUOTIENTS_BY_SMALL, -60, 60)]
+)
+def test_the_steps_of_the_assembly_round_as_ieee_division(steps, least_l, most_x):
+    """l as it occurs (2^-4 or 2^-60 to 2^24) and all x whose remainders do not underflow."""
     rng = np.random.default_rng(2)
     patterns = rng.integers(0, 2**32, (2, 2**15, 8), dtype=np.uint64)
-    l = ((patterns[0] & 0x7FFFFF) | (123 + patterns[0] % 28 << 23)).astype(np.uint32)
-    x = ((patterns[1] & 0x807FFFFF) | (31 + (patterns[1] >> 8) % 216 << 23)).astype(np.uint32)
+    exponents = 127 + least_l + patterns[0] % (24 - least_l)
+    l = ((patterns[0] & 0x7FFFFF) | (exponents << 23)).astype(np.uint32)
+    exponents = 31 + (patterns[1] >> 8) % (96 + most_x)
+    x = ((patterns[1] & 0x807FFFFF) | (exponents << 23)).astype(np.uint32)
     x, l = x.view(np.float32), l.view(np.float32)
     y, least = np.float32(1) / l, np.full_like(l, 2.0**-96)
-    found, odd = run_ptx(x, l, y, least)
+    found, odd = run_ptx(steps, x, l, y, least)
     assert not odd.any()
     assert np.array_equal(found, x / l)
     x[::2, 3] = np.float32(2.0**-97)  # and where one may: the instruction, for all eight
-    x[1::2, 5] = np.nan
-    assert run_ptx(x, l, y, least)[1].all()
+    x[1::4, 5] = np.nan
+    x[3::4, 5] = np.float32(2.0**most_x * 1.5)
+    assert run_ptx(steps, x, l, y, least)[1].all()
 
 
 @gluon.jit
-def divide_kernel(x_ptr, l_ptr, out_ptr):
+def divide_kernel(x_ptr, l_ptr, out_ptr, SMALL: gl.constexpr):
     """1,024 quotients, eight a thread."""
     i = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
-    gl.store(out_ptr + i, divide(gl.load(x_ptr + i), gl.load(l_ptr + i)))
+    gl.store(out_ptr + i, divide(gl.load(x_ptr + i), gl.load(l_ptr + i), SMALL))
 
 
-def quotients(x, l):
+def quotients(x, l, small):
     x, l = torch.from_numpy(x).cuda(), torch.from_numpy(l).cuda()
     out = torch.empty_like(x)
-    divide_kernel[(x.numel() // 1024,)](x, l, out, num_warps=4)
+    divide_kernel[(x.numel() // 1024,)](x, l, out, SMALL=small, num_warps=4)
     return out.cpu().numpy()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ("usual", "any bits", "special"))
-def test_bits_of_ieee_division(kind):
+@pytest.mark.parametrize("kind", ("usual", "small", "any bits", "special"))
+@pytest.mark.parametrize("small", (False, True))
+def test_bits_of_ieee_division(kind, small):
     rng = np.random.default_rng(1)
     patterns = rng.integers(0, 2**32, (2, 2**22), dtype=np.uint64).astype(np.uint32)
     x, l = (row.view(np.float32).copy() for row in patterns)
-    if kind == "usual":
-        l = ((patterns[1] & 0x7FFFFF) | (127 + patterns[1] % 20 << 23)).astype(np.uint32)
+    if kind in ("usual", "small"):
+        least = 127 if kind == "usual" else 60
+        l = ((patterns[1] & 0x7FFFFF) | (least + patterns[1] % 20 << 23)).astype(np.uint32)
         x = (patterns[0] & 0x807FFFFF) | (60 + (patterns[0] >> 8) % 100 << 23)
         x, l = x.astype(np.uint32).view(np.float32), l.view(np.float32)
     if kind == "special":
@@ -105,6 +113,6 @@ def test_bits_of_ieee_division(kind):
         x, l = rng.choice(odd, 2**16), np.abs(rng.choice(odd, 2**16))
     with np.errstate(all="ignore"):
         want = x / l
-    got = quotients(x, l)
+    got = quotients(x, l, small)
     same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
     assert same.all(), (x[~same][:3], l[~same][:3], got[~same][:3], want[~same][:3])
