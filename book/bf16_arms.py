@@ -35,18 +35,19 @@ CONTROL = "same"  # the fork in which nothing changes
 LATE = 1_000  # steps before the end of the shortest fork, over which forks are compared
 
 
-def of_experiment(rows: Sequence[Mapping], kind: str, recipe: str | None) -> list[Mapping]:
-    """The records that `book.evidence KIND --recipe RECIPE` archived."""
-    return [row for row in rows if row["experiment"] == f"{kind}-{recipe}"]
+def of_experiment(rows: Sequence[Mapping], kind: str) -> list[Mapping]:
+    """The records that `book.evidence KIND --recipe ...` archived, of any recipe."""
+    return [row for row in rows if row["experiment"] == f"{kind}-{row['recipe']}"]
 
 
-def arm_tables(rows: Sequence[Mapping], recipe: str | None) -> Markdown:
+def arm_tables(rows: Sequence[Mapping]) -> Markdown:
     """One table of arms for each experiment that is archived in a recipe."""
     parts = []
-    for kind, title in OTHER.items():
-        mine = of_experiment(rows, kind, recipe)
-        if mine:
-            parts += [f"**{title}** (recipe {recipe})", arm_table(mine).data]
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        for kind, title in OTHER.items():
+            mine = [row for row in of_experiment(rows, kind) if row["recipe"] == recipe]
+            if mine:
+                parts += [f"**{title}** (recipe {recipe})", arm_table(mine).data]
     if not parts:
         return Markdown("*No run of another arm on a GPU is archived yet.*")
     return Markdown("\n\n".join(parts))
@@ -55,10 +56,10 @@ def arm_tables(rows: Sequence[Mapping], recipe: str | None) -> Markdown:
 # -- forks side by side ---------------------------------------------------------------------------
 
 
-def fork_group(rows: Sequence[Mapping], recipe: str | None) -> list[Mapping]:
-    """All forks of a recipe from the state from which most of them start, the control first."""
-    forks = [r for r in rows if r["recipe"] == recipe and r["forked_at"] is not None]
-    places = [(r["seed"], r["forked_at"], r["source"]["code"]) for r in forks]
+def fork_group(rows: Sequence[Mapping]) -> list[Mapping]:
+    """All forks from the one state from which most of them start, the control first."""
+    forks = [row for row in rows if row["forked_at"] is not None]
+    places = [(r["recipe"], r["seed"], r["forked_at"], r["source"]["code"]) for r in forks]
     if not forks:
         return []
     most = max(dict.fromkeys(places), key=places.count)
@@ -93,9 +94,10 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
         "held-out loss at its end",
     ]
     words = (
-        f"Forks of seed {forks[0]['seed']} from step {forks[0]['forked_at']:,}, on the same "
-        f"batches. *Tied rows* (share) and *norm*: worst head, mean over the {LATE:,} steps up to "
-        f"{end:,}, where the shortest fork ended. Where no score is rounded, rows do not tie."
+        f"Forks in recipe {forks[0]['recipe']}, seed {forks[0]['seed']}, from step "
+        f"{forks[0]['forked_at']:,}, on the same batches. *Tied rows* (share) and *norm*: worst "
+        f"head, mean over the {LATE:,} steps up to {end:,}, where the shortest fork ended. Where "
+        "no score is rounded, rows do not tie."
     )
     return Markdown(f"{words}\n\n{markdown_table(header, lines).data}")
 
@@ -122,9 +124,9 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     end, due = min(row["steps"] for row in forks), control["onset_step"]
     ties = late_mean(control, "tie_rate", end)
     told = [
-        f"Forks of one state in bf16 (seed {control['seed']}, step {control['forked_at']:,}): "
-        f"without a change the onset came at step {due:,}, with {number(ties, 2)} of the worst "
-        f"head's rows tied over the {LATE:,} steps up to {end:,}"
+        f"Forks of one state in bf16 ({control['recipe']}, seed {control['seed']}, step "
+        f"{control['forked_at']:,}): without a change the onset came at step {due:,}, with "
+        f"{number(ties, 2)} of the worst head's rows tied over the {LATE:,} steps up to {end:,}"
     ]
     for row in others:
         share = late_mean(row, "tie_rate", end)
@@ -144,7 +146,7 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     return words
 
 
-def attribution_words(rows: Sequence[Mapping], recipe: str | None) -> list[str]:
+def attribution_words(rows: Sequence[Mapping]) -> list[str]:
     """One line each on single sites and on the error of delta, or that it was not run."""
     lines = []
     for kind, prefix, words in (
@@ -152,7 +154,7 @@ def attribution_words(rows: Sequence[Mapping], recipe: str | None) -> list[str]:
         ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),
         ("errors", "", "The same from the start"),
     ):
-        mine = [r for r in of_experiment(rows, kind, recipe) if r["arm"] != "low"]
+        mine = [r for r in of_experiment(rows, kind) if r["arm"] != "low"]
         mine = [r for r in mine if r["arm"].startswith(prefix)]
         if mine:
             lines.append(f"{words}, {_who_failed(mine)}.")

@@ -93,13 +93,15 @@ def best_recipe(rows: Sequence[Mapping]) -> str | None:
     return min(score, key=score.get) if score else None
 
 
-def shown_recipe(rows: Sequence[Mapping]) -> str | None:
-    """The best recipe; where none diverged so, the first whose low precision shows an onset."""
-    best = best_recipe(rows)
-    if best is not None:
-        return best
+def onset_recipe(rows: Sequence[Mapping]) -> str | None:
+    """The first recipe whose low precision shows an onset, which takes a twin to see."""
     names = dict.fromkeys(row["recipe"] for row in rows)
     return next((n for n in names if any(r["onset_step"] for r in of(rows, n, "low"))), None)
+
+
+def shown_recipe(rows: Sequence[Mapping]) -> str | None:
+    """The best recipe; where none diverged so, the first whose low precision shows an onset."""
+    return best_recipe(rows) or onset_recipe(rows)
 
 
 # -- what was tried -------------------------------------------------------------------------------
@@ -145,13 +147,18 @@ def standing(rows: Sequence[Mapping]) -> Markdown:
         f"diverged, in {len({row['recipe'] for row in failed})} recipes; {cut} more were cut by "
         "the clock before anything happened."
     ]
-    best, shown = best_recipe(rows), shown_recipe(rows)
-    if best is not None:
-        told.append(f"The best recipe so far is **{best}**: {_recipe_sentence(rows, best)}")
-    else:
+    best = best_recipe(rows)
+    if best is None:
         told.append("**No recipe separates low precision from its twin by divergence so far.**")
-    if best is None and shown is not None:
-        told.append(f"**By its onset {shown} does**: {_onset_sentence(rows, shown)}")
+    elif not of(rows, best, "delta_fp32"):
+        told.append(
+            f"**{best} diverges, and its twin is not run**: {_recipe_sentence(rows, best)}"
+        )
+    else:
+        told.append(f"The best recipe so far is **{best}**: {_recipe_sentence(rows, best)}")
+    begun = onset_recipe(rows)
+    if begun not in (None, best):
+        told.append(f"**By its onset {begun} separates them**: {_onset_sentence(rows, begun)}")
     return Markdown(" ".join(told))
 
 
@@ -182,10 +189,14 @@ def _recipe_sentence(rows: Sequence[Mapping], recipe: str) -> str:
     kind = "verdict" if min(len(low), len(twin)) >= VERDICT_RUNS else "observed, not a verdict"
     quick = len([row for row in failed if row["minutes"] <= MOST_MINUTES])
     goal = "is met" if quick >= ENOUGH_SEEDS and healthy >= quick else "is not met"
+    twins = (
+        f"healthy for {HEALTHY_FACTOR:g} times as long: {healthy} of {len(twin)} twins"
+        if twin
+        else "whether that failure is $\\delta$'s is open"
+    )
     return (
         f"low precision diverged in {len(failed)} of {len(low)} seeds, at steps "
-        f"{span(steps)}; healthy for {HEALTHY_FACTOR:g} times as long: {healthy} of "
-        f"{len(twin)} twins ({kind}). The goal of {ENOUGH_SEEDS} seeds in "
+        f"{span(steps)}; {twins} ({kind}). The goal of {ENOUGH_SEEDS} seeds in "
         f"{VERDICT_RUNS}, each within {MOST_MINUTES:g} minutes, {goal}."
     )
 
@@ -339,18 +350,17 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
 
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
-    recipe = shown_recipe(rows)
     found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows)]
     found += [line for line in (forks_line(rows),) if line]
-    found += attribution_words(rows, recipe)
+    found += attribution_words(rows)
     return Markdown("\n".join([*(f"- {line}" for line in found), *dials.splitlines()]))
 
 
 def forks_line(rows: Sequence[Mapping]) -> str:
-    """`bf16_arms.fork_words` of the recipe shown, beside its run from scratch; '' without any."""
-    recipe = shown_recipe(rows)
-    forks = fork_group(rows, recipe)
-    low = [r for r in of(rows, recipe, "low") if forks and r["seed"] == forks[0]["seed"]]
+    """`bf16_arms.fork_words`, beside the run from scratch that the forks belong to; '' of none."""
+    forks = fork_group(rows)
+    low = of(rows, forks[0]["recipe"], "low") if forks else []
+    low = [row for row in low if row["seed"] == forks[0]["seed"]]
     return fork_words(forks, low[0] if low else None)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from IPython.display import Markdown
 
+from .records import FAILED
 from .tables import markdown_table, number
 
 EARLY = 0.25  # of a run: what grows after that is compared with what was there by then
@@ -106,14 +107,23 @@ def _at(found: tuple[float, int] | None, digits: int) -> str:
 
 
 def signs_words(rows: Sequence[Mapping]) -> list[str]:
-    """A sentence for each low-precision run whose scores grew and that did not diverge."""
+    """A sentence for each low-precision run whose scores grew, to a divergence or short of one.
+
+    Not for one of which the twin failed as well: that failure is none of delta's.
+    """
     told = []
     for row in rows:
         found = signs(row)
-        if row["arm"] != "low" or row["forked_at"] is not None or row["kind"] == "diverged":
+        if row["arm"] != "low" or row["forked_at"] is not None or not found.grew:
             continue
-        if not found.grew or None in (found.ties, found.norm):
+        if None in (found.ties, found.norm) or _twin_failed(row["recipe"], rows):
             continue
+        diverged = row["kind"] == "diverged"
+        end = (
+            f"diverged at {row['diverged_step']:,}"
+            if diverged
+            else f"at step {row['steps']:,}, short of the rule's one nat"
+        )
         onset = row["onset_step"]
         judged = (
             f"its onset against the twin is at step {onset:,}"
@@ -121,11 +131,17 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
             else "no onset was judged, for want of a twin"
         )
         told.append(
-            f"The cycle without a divergence: in {row['recipe']}, seed {row['seed']}, the largest "
-            f"score grew to {found.score[0]:,.0f}, {found.score_growth:,.0f} times its early "
-            f"value, the worst head's norm of $W_Q$ to {found.norm[0]:,.0f}, and "
-            f"{100 * found.ties[0]:.0f} % of its rows tied at step {found.ties[1]:,}; held-out "
-            f"loss ended {found.loss_above_best:.3f} nats above its best at step "
-            f"{row['steps']:,}, short of the rule's one nat; {judged}."
+            f"The cycle {'to its end' if diverged else 'without a divergence'}: in "
+            f"{row['recipe']}, seed {row['seed']}, the largest score grew to "
+            f"{found.score[0]:,.0f}, {found.score_growth:,.0f} times its early value, the worst "
+            f"head's norm of $W_Q$ to {found.norm[0]:,.0f}, and {100 * found.ties[0]:.0f} % of "
+            f"its rows tied at step {found.ties[1]:,}; held-out loss ended "
+            f"{found.loss_above_best:.3f} nats above its best, {end}; {judged}."
         )
     return told
+
+
+def _twin_failed(recipe: str, rows: Sequence[Mapping]) -> bool:
+    """Whether a twin with delta from an fp32 O failed in that recipe, trained from scratch."""
+    mine = [r for r in rows if r["recipe"] == recipe and r["arm"] == "delta_fp32"]
+    return any(r["kind"] in FAILED and r["forked_at"] is None for r in mine)

@@ -172,7 +172,7 @@ def test_other_arms_are_told_by_experiment(tmp_path):
     ]
     save(tmp_path, "sites-tiny", forks)
     rows = read(tmp_path)
-    assert "only_unnormalized | 1 of 1" in arms.arm_tables(rows, c6.shown_recipe(rows)).data
+    assert "only_unnormalized | 1 of 1" in arms.arm_tables(rows).data
     words = c6.what_you_saw(rows, "- dials").data
     assert "failed: only_unnormalized (1 of 1); did not: only_scores (0 of 1)" in words
     assert words.endswith("- dials") and "error of $\\delta$ changed: not run in bf16" in words
@@ -187,11 +187,11 @@ def test_arms_of_a_recipe_that_shows_an_onset_alone_are_told_too(tmp_path):
     rows = read(tmp_path)
     assert c6.best_recipe(rows) is None and c6.shown_recipe(rows) == "tiny"
     told = c6.standing(rows).data
-    assert "By its onset tiny does" in told and "in 1 of 1 seeds, at step 700" in told
+    assert "By its onset tiny separates them" in told and "in 1 of 1 seeds, at step 700" in told
     assert "failed in 0 of 1; 0 of 1 went on for 1.5 times" in told  # 900 < 1.5 x 700
     assert "| `python -m book.evidence sites --recipe tiny` |" in remaining_table(rows).data
     assert "judged by its onset" in remaining_words(rows).data
-    assert "only_scores" in arms.arm_tables(rows, c6.shown_recipe(rows)).data
+    assert "only_scores" in arms.arm_tables(rows).data
     words = "failed or showed an onset: only_scores (1 of 1); did not: only_output (0 of 1)"
     assert words in c6.what_you_saw(rows, "").data
 
@@ -300,7 +300,7 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     save(tmp_path, "failure-forked-tiny", [fork("delta_fp32", "stable", 12_400, 0.1), control])
     save(tmp_path, "errors-forked-tiny", [fork("mirror", "stable", 12_000, 0.2)])
     rows = read(tmp_path)
-    forks = arms.fork_group(rows, "tiny")
+    forks = arms.fork_group(rows)
     assert [r["arm"] for r in forks] == ["same", "delta_fp32", "mirror"]
     table = arms.fork_table(forks).data
     assert "up to 12,000, where the shortest" in table

@@ -172,12 +172,15 @@ def test_fails_somewhere(archived):
         z=twins(arm("low", *only(2, "diverged"), attention="paper"), *GOOD),
         w=twins(arm("low", *BAD, attention="paper"), *BAD),
         dial=twins(arm("low", *BAD), *GOOD),
+        open=tries("e", "diverged"),
     )
     names = (("recipes",), ("y",), ("z",), ("w",), ("y", "z", "recipes"), ("dial",))
     asked = dict(bits=7, twin="twin")
     found = [verdict(evidence, "fails_somewhere", n, **asked) for n in names]
     assert found == [SUPPORTED, NOT_SUPPORTED, PARTLY, NOT_SUPPORTED, SUPPORTED, NOT_TESTED]
     effect = apply("fails_somewhere", asked, evidence, ["recipes"]).effect
+    found = apply("fails_somewhere", asked, evidence, ["w", "y", "open"])
+    assert found.verdict == NOT_TESTED and "open in bf16, recipe e" in found.effect
     # c was cut before it could fail
     assert "low precision failed in 2 of 3 recipes, and its twin in 1 of these" in effect
 

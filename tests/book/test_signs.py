@@ -50,5 +50,14 @@ def test_a_cycle_without_a_divergence_is_told_with_or_without_its_onset():
     assert "20 times its early value" in told and "75 % of its rows tied at step 5,000" in told
     assert "0.250 nats above its best" in told and "no onset was judged" in told
     assert "is at step 5,000" in signs_words([grown | {"onset_step": 5_000}])[0]
-    for other in ({"kind": "diverged"}, {"arm": "delta_fp32"}, {"forked_at": 3}):
+    for other in ({"arm": "delta_fp32"}, {"forked_at": 3}):
         assert signs_words([grown | other]) == []
+
+
+def test_a_cycle_to_its_end_is_told_unless_the_twin_failed_as_well():
+    failed = row([1, 100, 150, 500, 2_000], kind="diverged", diverged_step=10_000)
+    (told,) = signs_words([failed])
+    assert "The cycle to its end" in told and "diverged at 10,000" in told
+    twin = failed | {"arm": "delta_fp32", "seed": 1}
+    assert signs_words([failed, twin]) == []
+    assert len(signs_words([failed, twin | {"recipe": "another"}])) == 1
