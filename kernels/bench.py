@@ -138,6 +138,13 @@ def _ours(n: Numerics, probe: bool, shape: Shape, q, k, v, dO) -> Calls:
     return Calls(forward, backward)
 
 
+def _kernel(name: str, shape: Shape, q, k, v) -> str:
+    """Which of our forwards serves a call: "hopper" or "general"."""
+    n, probe = OURS[name]
+    choices = dict(numerics=n, causal=shape.causal, scale=1 / math.sqrt(shape.head_dim))
+    return triton_attention.forward_kernel_name(q, k, v, probe=probe, **choices)
+
+
 def _flex(shape: Shape):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -153,15 +160,25 @@ def _flex(shape: Shape):
 # -- compiling ahead ------------------------------------------------------------------------------
 
 
-def to_compile(of: Sequence[Shape], names: Sequence[str]) -> list[tuple[str, Shape]]:
+SHORT, LONG = 256, 4096  # keys: the forward for Hopper GPUs serves long rows alone
+
+
+def to_compile(
+    of: Sequence[Shape], names: Sequence[str], lengths: Sequence[int] = (SHORT,)
+) -> list[tuple[str, Shape]]:
     """(implementation, shape) of every first call that compiles. Slow ones first.
 
-    Ours compile once per mask and head dimension, on a small shape; FlexAttention at each shape.
-    The forward for Hopper GPUs compiles at its first call where it serves long rows only.
+    Ours compile once per mask and head dimension, on a small shape of each of `lengths`;
+    FlexAttention at each shape.
     """
     flex = [("flex", shape) for shape in of if "flex" in names]
-    small = {replace(shape, seq_len=256, batch=1, heads=2): None for shape in of}
+    small = {replace(s, seq_len=n, batch=1, heads=2): None for s in of for n in lengths}
     return flex + [(name, shape) for shape in small for name in OURS if name in names]
+
+
+def lengths_to_compile(capability: tuple[int, int]) -> tuple[int, ...]:
+    """Lengths at which our forwards on a GPU of that capability are different kernels."""
+    return (SHORT, LONG) if tuple(capability) == (9, 0) else (SHORT,)
 
 
 def compile_one(name: str, shape: Shape) -> None:
@@ -260,7 +277,10 @@ def measure(shape: Shape, names=IMPLEMENTATIONS, directions=DIRECTIONS, progress
             progress(f"  {name}: {told[:120]}")
             continue
         for direction in directions:
-            rows.append(_timed(shape, name, direction, getattr(calls, direction)))
+            row = _timed(shape, name, direction, getattr(calls, direction))
+            if name in OURS and direction == "forward":
+                row["kernel"] = _kernel(name, shape, q, k, v)
+            rows.append(row)
         del calls
     return rows
 
@@ -356,7 +376,8 @@ def _key(row: dict) -> tuple:
 def run(*, quick=False, limit_s: float | None = None, names=IMPLEMENTATIONS, progress=print):
     """All rows within about `limit_s` seconds: {'provenance', 'ceiling_tflops', 'rows'}."""
     began = time.monotonic()
-    ahead = to_compile(shapes(quick), names)
+    lengths = lengths_to_compile(torch.cuda.get_device_capability())
+    ahead = to_compile(shapes(quick), names, lengths)
     share = 60.0 if limit_s is None else min(60.0, 0.4 * limit_s)
     for (name, shape), failed in zip(ahead, compile_ahead(compile_one, ahead, limit_s=share)):
         if failed:

@@ -407,6 +407,14 @@ def _refused_by_hopper(
     )
 
 
+def forward_kernel_name(
+    q: Tensor, k: Tensor, v: Tensor, *, numerics: Numerics, causal: bool, scale: float, probe: bool
+) -> str:
+    """Which forward serves a call on tensors on their grid: "hopper" (Gluon) or "general"."""
+    refused = _refused_by_hopper(numerics, (q, k, v), causal, scale, probe)
+    return "hopper" if refused is None else "general"
+
+
 def forward(
     q: Tensor,
     k: Tensor,

@@ -112,6 +112,9 @@ def test_the_hopper_forward_looks_at_tensors_where_they_decide(monkeypatch):
         n = parse_numerics(text)
         why = backend._refused_by_hopper(n, (q, q, q), *choices)
         assert why is None if reason is None else reason in why
+        told = dict(numerics=n, causal=True, scale=0.125, probe=False)
+        served = backend.forward_kernel_name(q, q, q, **told)
+        assert served == ("hopper" if reason is None else "general")
         wide = [q, q, q.float()]
         assert "inputs are None" in backend._refused_by_hopper(n, wide, *choices)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kernels import triton_attention, tuning
-from kernels.bench import OURS, shapes, to_compile
+from kernels.bench import OURS, lengths_to_compile, shapes, to_compile
 from kernels.compile_ahead import compile_ahead
+from kernels.hopper_attention import LEAST_KEYS, mean_keys
 from kernels.triton_blocks import HOPPER_SHARED, Blocks, shared_bytes
 from kernels.tuning import Case, best, cases, in_order
 
@@ -95,6 +96,18 @@ def test_each_first_call_is_compiled_once():
     found = to_compile(shapes(), ("ours-paper", "flex", "sdpa-flash"))
     assert len(found) == len(set(found)) == 24 + 4
     assert [name for name, _ in found[:24]] == ["flex"] * 24
+
+
+def test_on_a_hopper_gpu_long_rows_compile_ahead_as_well():
+    assert lengths_to_compile((8, 9)) == (256,)
+    lengths = lengths_to_compile((9, 0))
+    found = to_compile(shapes(), tuple(OURS), lengths)
+    assert len(found) == len(set(found)) == 2 * 4 * len(OURS)
+    longest = max(lengths)
+    for shape in shapes():  # what serves any shape of the bench serves one that was compiled
+        for (head_dim, _), least in LEAST_KEYS.items():
+            if head_dim == shape.head_dim:
+                assert mean_keys(longest, longest, shape.causal) >= least
 
 
 def test_compiling_ahead_tells_what_became_of_each():
