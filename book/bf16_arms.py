@@ -41,11 +41,17 @@ def of_experiment(rows: Sequence[Mapping], kind: str) -> list[Mapping]:
 
 
 def arm_tables(rows: Sequence[Mapping]) -> Markdown:
-    """One table of arms for each experiment that is archived in a recipe."""
-    parts = []
+    """One table of arms for each experiment that is archived in a recipe.
+
+    Forks that are judged by the onset of their control have their own table (`fork_table`).
+    """
+    parts, aside = [], by_onset(rows)
+    if aside:
+        parts.append("Forks of a run that showed an onset and no divergence stand further down.")
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         for kind, title in OTHER.items():
             mine = [row for row in of_experiment(rows, kind) if row["recipe"] == recipe]
+            mine = [row for row in mine if row["run"] not in aside]
             if mine:
                 parts += [f"**{title}** (recipe {recipe})", arm_table(mine).data]
     if not parts:
@@ -65,6 +71,17 @@ def fork_group(rows: Sequence[Mapping]) -> list[Mapping]:
     most = max(dict.fromkeys(places), key=places.count)
     mine = [row for row, place in zip(forks, places) if place == most]
     return sorted(mine, key=lambda r: r["arm"] != CONTROL)
+
+
+def control_of(forks: Sequence[Mapping]) -> Mapping | None:
+    """The fork in which nothing changes, where it shows an onset."""
+    return next((r for r in forks if r["arm"] == CONTROL and r["onset_step"] is not None), None)
+
+
+def by_onset(rows: Sequence[Mapping]) -> set[str]:
+    """Runs of the forks that are judged by the onset of their control."""
+    forks = fork_group(rows)
+    return {row["run"] for row in forks} if control_of(forks) else set()
 
 
 def late_mean(row: Mapping, name: str, end: int) -> float | None:
@@ -117,7 +134,7 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     known: the run from scratch whose onset placed the forks. '' without a control that has an
     onset: then nothing can be compared.
     """
-    control = next((r for r in forks if r["arm"] == CONTROL and r["onset_step"]), None)
+    control = control_of(forks)
     others = [row for row in forks if row is not control]
     if control is None or not others:
         return ""
@@ -147,8 +164,11 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
 
 
 def attribution_words(rows: Sequence[Mapping]) -> list[str]:
-    """One line each on single sites and on the error of delta, or that it was not run."""
-    lines = []
+    """One line each on single sites and on the error of delta, or that it was not run.
+
+    What `fork_words` tells is left to it.
+    """
+    lines, aside = [], by_onset(rows)
     for kind, prefix, words in (
         ("sites", "only_", "Attribution: with one rounding alone"),
         ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),
@@ -156,9 +176,10 @@ def attribution_words(rows: Sequence[Mapping]) -> list[str]:
     ):
         mine = [r for r in of_experiment(rows, kind) if r["arm"] != "low"]
         mine = [r for r in mine if r["arm"].startswith(prefix)]
-        if mine:
-            lines.append(f"{words}, {_who_failed(mine)}.")
-        elif kind != "errors":
+        rest = [r for r in mine if r["run"] not in aside]
+        if rest:
+            lines.append(f"{words}, {_who_failed(rest)}.")
+        elif not mine and kind != "errors":
             lines.append(f"{words}: not run in bf16.")
     return lines
 

@@ -330,7 +330,9 @@ def paired_figure(name: str, rows: Sequence[Mapping]) -> Captioned:
     figure = record_panels(rows, metrics, limits={"smoothed_train_loss": _later_losses(rows)})
     told = "; ".join(f"{row['label']}: {step_text(row)}" for row in rows)
     words = f"Recipe {name}: same batches, same first weights; worst head at each step. {told}."
-    source = archived(rows[0]["source"] | {"seeds": [rows[0]["seed"]]})
+    codes = [row.get("code") or row["source"]["code"] for row in rows]
+    mine = {"seeds": [rows[0]["seed"]], "code": ", ".join(dict.fromkeys(codes))}
+    source = archived(rows[0]["source"] | mine)
     return caption(figure, words, source, alt=f"Four panels over the steps. {told}.")
 
 

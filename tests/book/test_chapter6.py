@@ -305,6 +305,8 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     table = arms.fork_table(forks).data
     assert "up to 12,000, where the shortest" in table
     assert "| mirror | `mirror` | stable to 12,000 | 0.200 | 20.0 | 1.500 |" in table
+    assert "stand further down" in arms.arm_tables(rows).data
+    assert "| mirror |" not in arms.arm_tables(rows).data
     told = c6.forks_line(rows)
     assert "onset came at step 11,900, with 0.50 of" in told
     assert "mirror: 0.20, no sign by 12,000. 0 of 2 went on" in told
