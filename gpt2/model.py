@@ -244,15 +244,32 @@ class GPT(nn.Module):
                 std = residual if name.endswith("c_proj.weight") else INIT_STD
                 nn.init.normal_(parameter, 0.0, std, generator=generator)
 
-    def compile_trunk(self, **options) -> None:
+    def compile_trunk(self, by_block: bool = False, backend: str = "inductor", **options) -> None:
         """Run the blocks through torch.compile while training (taps and evaluation stay eager).
 
         Fused kernels keep every bf16 rounding that separate ones would make. The embedding stays
         outside: its eager gradient sums in a fixed order on a GPU, a compiled one with atomics
         would not, and a resumed run would differ in the last bits.
+
+        by_block: one block is compiled and stands for all whose attention has the same numerics,
+        so that compiling takes no longer in a deep model; nothing is fused across blocks then.
         """
-        options = {"emulate_precision_casts": True, **options}
-        self._trunk = torch.compile(self.blocks, dynamic=False, options=options)
+        if backend == "inductor":
+            options = {"emulate_precision_casts": True, **options}
+        how = dict(dynamic=False, backend=backend, options=options or None)
+        if by_block:
+            self._block = torch.compile(Block.__call__, **how)
+            self._trunk = self._block_by_block
+        else:
+            self._trunk = torch.compile(self.blocks, **how)
+
+    def _block_by_block(self, x: Tensor, seed: int | Tensor = 0) -> Tensor:
+        """`blocks`; seeds are tensors, or 0 where nothing draws: a number would be compiled in."""
+        draws = self.stochastic
+        seed = torch.as_tensor(seed, device=x.device) if draws else 0
+        for i, block in enumerate(self.transformer.h):
+            x = self._block(block, x, seed + i if draws else 0, None)
+        return self.transformer.ln_f(x)
 
     def eager_trunk(self) -> None:
         self._trunk = self.blocks

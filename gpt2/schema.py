@@ -110,7 +110,12 @@ class RunConfig:
     grad_reduce_dtype: str = _option(
         "float32", "runtime", "gradient sums over processes", ("float32", "bfloat16")
     )
-    compile: str = _option("auto", "runtime", "torch.compile", ("auto", "on", "off"))
+    compile: str = _option(
+        "auto",
+        "runtime",
+        "torch.compile; blocks: one block for all",
+        ("auto", "on", "off", "blocks"),
+    )
     cuda_graph: str = _option(
         "auto", "runtime", "launch a GPU's training step as one graph", ("auto", "on", "off")
     )

@@ -21,6 +21,7 @@ from .model import GPT
 from .optim import Optimizers, learning_rate
 from .seeds import mix
 
+MUST_COMPILE = ("on", "blocks")  # values of `compile` that are honoured or refused
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -28,7 +29,7 @@ class Stepper:
     """Model, optimisers and batches of a run. Losses and norms of steps wait in `_pending`.
 
     step: the number of updates done, kept by `gpt2.loop`. Raises ValueError for a batch that does
-    not divide over the processes, and where `cuda_graph` or `compile` is "on" and cannot be.
+    not divide over the processes, and where `cuda_graph` or `compile` is asked for and cannot be.
     """
 
     def __init__(self, config: RunConfig, corpus, device: torch.device, group: Group):
@@ -45,12 +46,12 @@ class Stepper:
         self._decide_on_graph()
 
     def _compile(self) -> None:
-        """torch.compile the trunk on a GPU ("auto") or always ("on")."""
+        """torch.compile the trunk on a GPU ("auto") or always ("on", "blocks")."""
         mode = self.config.compile
-        self.compiled = mode == "on" or (mode == "auto" and self.device.type == "cuda")
+        self.compiled = mode in MUST_COMPILE or (mode == "auto" and self.device.type == "cuda")
         if self.compiled:
             torch._dynamo.reset()  # its limit on recompilations counts models of earlier runs too
-            self.model.compile_trunk()
+            self.model.compile_trunk(by_block=mode == "blocks")
 
     def _decide_on_graph(self) -> None:
         """CUDA graphs where they work ("auto"), or ValueError where they do not ("on").
@@ -179,13 +180,13 @@ class Stepper:
         return self.graph is not None
 
     def first_update(self, step: int) -> None:
-        """The first step compiles; where that fails, say so and go on without (unless "on")."""
+        """The first step compiles; where that fails, say so and go on without ("auto")."""
         if not self.compiled:
             return self.update(step)
         try:
             self.update(step)
         except Exception as error:  # compilers fail with many types
-            if self.config.compile == "on" or step != self.step or self._pending:
+            if self.config.compile in MUST_COMPILE or step != self.step or self._pending:
                 raise
             if not type(error).__module__.startswith("torch._"):
                 raise

@@ -34,9 +34,12 @@ def losses(place, steps=4, **changes):
     return [p[1].item() for p in t._pending], t
 
 
-@pytest.mark.parametrize("attention", ["flash", "paper", "sdpa"])
-def test_compiled_and_eager_losses_agree(place, attention):
-    compiled, t = losses(place, attention=attention, compile="on")
+@pytest.mark.parametrize(
+    "attention, how",
+    [("flash", "on"), ("paper", "on"), ("sdpa", "on"), ("paper", "blocks"), ("sdpa", "blocks")],
+)
+def test_compiled_and_eager_losses_agree(place, attention, how):
+    compiled, t = losses(place, attention=attention, compile=how)
     eager, _ = losses(place, attention=attention, compile="off")
     assert t.compiled
     assert max(abs(a - b) for a, b in zip(compiled, eager)) < 1e-3
