@@ -64,7 +64,7 @@ def remaining_table(rows: Sequence[Mapping], recipe: str | None = None) -> Markd
     """
     chosen = recipe or shown_recipe(rows)
     name = chosen or next(iter(RECIPES))
-    by_onset = best_recipe(rows) is None
+    by_onset = all(row["kind"] != "diverged" for row in of(rows, name, "low"))
     steps, pace = steps_to_failure(name, rows), speed(name, rows)
     lines = []
     for kind, build in BUILDERS.items():

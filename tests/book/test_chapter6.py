@@ -341,3 +341,9 @@ def test_a_price_rests_on_the_speed_of_training_and_forks_by_an_onset_are_short(
     assert f"| {len(left)} | {hours:.1f} | `python -m book.evidence failure-forked" in (
         remaining_table(rows).data
     )
+    save(tmp_path, "recipes", [late, row("small-lr3", "low", 0, "diverged", 5_000)])
+    rows = read(tmp_path)  # another recipe that diverged is shown now, and changes no price
+    assert c6.shown_recipe(rows) == "small-lr3"
+    assert f"| {len(left)} | {hours:.1f} | `python -m book.evidence failure-forked" in (
+        remaining_table(rows, "tiny").data
+    )
