@@ -14,9 +14,10 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 
-from .captions import Captioned, archived, caption
-from .record_figures import record_panels
+from .captions import Captioned
+from .record_figures import captioned_panels
 from .records import FAILED
+from .signs import curve
 from .tables import arm_table, markdown_table, number, step_text
 
 OTHER = {
@@ -86,10 +87,9 @@ def by_onset(rows: Sequence[Mapping]) -> set[str]:
 
 def late_mean(row: Mapping, name: str, end: int) -> float | None:
     """Mean of a signal of the worst head over the LATE steps up to `end`; None if not recorded."""
-    kept = row["curves"].get(name, {"step": [], "value": []})
-    pairs = zip(kept["step"], kept["value"])
-    values = [v for step, v in pairs if end - LATE <= step <= end and v is not None]
-    return float(np.mean(values)) if values else None
+    steps, values = curve(row, name)
+    late = values[(steps >= end - LATE) & (steps <= end) & ~np.isnan(values)]
+    return float(late.mean()) if len(late) else None
 
 
 def fork_table(forks: Sequence[Mapping]) -> Markdown:
@@ -121,11 +121,9 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
 
 def fork_figure(forks: Sequence[Mapping]) -> Captioned:
     """Ties, norm and held-out loss of forks from one state."""
-    figure = record_panels(forks, ["tie_rate", "spectral_norm_q", "held_out_loss"])
-    told = "; ".join(f"{row['label']}: {step_text(row)}" for row in forks)
-    words = f"Forks from step {forks[0]['forked_at']:,}, worst head at each step. {told}."
-    source = archived(forks[0]["source"] | {"seeds": [forks[0]["seed"]]})
-    return caption(figure, words, source, alt=f"Three panels over the steps. {told}.")
+    metrics = ["tie_rate", "spectral_norm_q", "held_out_loss"]
+    words = f"Forks from step {forks[0]['forked_at']:,}, worst head at each step."
+    return captioned_panels(forks, metrics, words, "Three panels over the steps.")
 
 
 def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:

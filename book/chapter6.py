@@ -15,11 +15,11 @@ from IPython.display import Markdown
 from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS, is_healthy
 
 from .bf16_arms import attribution_words, fork_group, fork_words
-from .captions import Captioned, archived, caption
+from .captions import Captioned
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
 from .onsets import judged
-from .record_figures import record_panels
+from .record_figures import captioned_panels
 from .records import FAILED, failed_steps
 from .regimes import RECIPES
 from .signs import signs, signs_words
@@ -327,13 +327,9 @@ def paired(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
 def paired_figure(name: str, rows: Sequence[Mapping]) -> Captioned:
     """Loss, worst norm, ties and scores of low precision, its twin and the witness."""
     metrics = ["train_loss", "spectral_norm_q", "tie_rate", "max_logit"]
-    figure = record_panels(rows, metrics, limits={"smoothed_train_loss": _later_losses(rows)})
-    told = "; ".join(f"{row['label']}: {step_text(row)}" for row in rows)
-    words = f"Recipe {name}: same batches, same first weights; worst head at each step. {told}."
-    codes = [row.get("code") or row["source"]["code"] for row in rows]
-    mine = {"seeds": [rows[0]["seed"]], "code": ", ".join(dict.fromkeys(codes))}
-    source = archived(rows[0]["source"] | mine)
-    return caption(figure, words, source, alt=f"Four panels over the steps. {told}.")
+    words = f"Recipe {name}: same batches, same first weights; worst head at each step."
+    limits = {"smoothed_train_loss": _later_losses(rows)}
+    return captioned_panels(rows, metrics, words, "Four panels over the steps.", limits=limits)
 
 
 def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:

@@ -16,10 +16,11 @@ from matplotlib.figure import Figure
 from gpt2.outcomes import Outcome
 
 from . import ROOT
-from .captions import STYLE
+from .captions import STYLE, Captioned, archived, caption
 from .evidence import latest
 from .figures import panels
 from .records import SMOOTHED, record_metrics
+from .tables import step_text
 
 PICTURE = ROOT / "book" / "pictures" / "failure.svg"
 
@@ -30,6 +31,21 @@ def record_panels(rows: Sequence[Mapping], metrics: Sequence[str], **options) ->
     runs = {row["label"]: record_metrics(row) for row in rows}
     names = [SMOOTHED.get(name, name) for name in metrics]
     return panels(runs, names, outcomes=outcomes, **options)
+
+
+def captioned_panels(
+    rows: Sequence[Mapping], metrics: Sequence[str], words: str, alt: str, **options
+) -> Captioned:
+    """`record_panels` of archived runs of one seed, with what became of each.
+
+    rows: with "source", the provenance of their archive. words, alt: sentences before that.
+    """
+    told = "; ".join(f"{row['label']}: {step_text(row)}" for row in rows)
+    codes = [row.get("code") or row["source"]["code"] for row in rows]
+    mine = {"seeds": [rows[0]["seed"]], "code": ", ".join(dict.fromkeys(codes))}
+    source = archived(rows[0]["source"] | mine)
+    figure = record_panels(rows, metrics, **options)
+    return caption(figure, f"{words} {told}.", source, alt=f"{alt} {told}.")
 
 
 def main() -> int:

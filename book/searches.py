@@ -115,8 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.append(task.result())
             row = found[-1][0]
             print(f"seed {row['seed']}: {row['trace']['state']}, {row['trace']['result']}")
-            where = Path(a.results), a.commit
-            path = _archive(found, len(seeds), a.preset, command, *where)
+            path = _archive(found, len(seeds), a.preset, command, Path(a.results), a.commit)
             print(path, flush=True)
     return 0
 

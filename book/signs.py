@@ -52,13 +52,14 @@ def signs(row: Mapping) -> Signs:
     )
 
 
-def _curve(row: Mapping, name: str) -> tuple[np.ndarray, np.ndarray]:
+def curve(row: Mapping, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a kept curve, NaN where none was kept; empty if the record lacks it."""
     kept = row["curves"].get(name, {"step": [], "value": []})
     return np.array(kept["step"]), np.array(kept["value"], dtype=float)
 
 
 def _highest(row: Mapping, name: str) -> tuple[float, int] | None:
-    steps, values = _curve(row, name)
+    steps, values = curve(row, name)
     if not np.isfinite(values).any():
         return None
     at = int(np.nanargmax(values))
@@ -66,7 +67,7 @@ def _highest(row: Mapping, name: str) -> tuple[float, int] | None:
 
 
 def _growth(row: Mapping, name: str) -> float | None:
-    steps, values = _curve(row, name)
+    steps, values = curve(row, name)
     early = values[steps <= EARLY * steps[-1]] if len(steps) else values
     if not np.isfinite(early).any() or np.nanmax(early) <= 0:
         return None
