@@ -1,9 +1,10 @@
 """Build the book: `python -m book.build`.
 
-Each chapter is executed by papermill, one after the other, into `_build/executed/book/`; then
-Jupyter Book makes the HTML with every warning an error. A chapter whose source, code, parameters,
-versions and archived results are unchanged is taken from `_build/cache/`, so an interrupted build
-goes on where it stopped and a second build is quick. Every page says what code it was run with.
+Chapters are executed by papermill, two beside each other where their order allows it (see
+`book.schedule`), into `_build/executed/book/`; then Jupyter Book makes the HTML with every warning
+an error. A chapter whose source, code, parameters, versions and archived results are unchanged is
+taken from `_build/cache/`, so an interrupted build goes on where it stopped and a second build is
+quick. Every page says what code it was run with.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .chapters import (
     select,
     versions,
 )
-from .execution import Cache, Executed, Limits, execute
+from .execution import Cache, Executed, Execution, Limits
+from .schedule import Order, execute_all
 
 FRONT_PAGE = "front-page.txt"  # what book/intro.md includes
 NOTHING_FOUND = "This build shows no results here; `make book` executes the ledger of claims."
@@ -82,29 +84,38 @@ def execute_chapters(
     cache = Cache(layout.build / "cache")
     cache.folder.mkdir(parents=True, exist_ok=True)
     code, here, result = code_hash(layout.root), machine(), {}
-    asked = {c.name: c.parameters() for c in chosen}  # all are checked before the first one runs
+    known = {c.name: c.parameters() for c in chosen}  # all are checked before the first one runs
+    orders = []
     for place, chapter in enumerate(chosen, start=1):
         wanted = {"preset": preset, "static": True}
-        parameters = {k: v for k, v in wanted.items() if k in asked[chapter.name]}
+        parameters = {k: v for k, v in wanted.items() if k in known[chapter.name]}
         key = chapter_key(chapter, code, parameters, here)
         label = f"[{place}/{len(chosen)}] {chapter.name}"
         if hit := cache.get(chapter, key):
             say(f"{label}: unchanged, executed {hit.record['date']} in {hit.record['seconds']} s")
             result[chapter.name] = hit
-            continue
-        say(f"{label}: executing ...")
-        partial = layout.build / "partial" / f"{chapter.name}.ipynb"
-        seconds = execute(chapter, parameters, partial, limits, layout.root, say)
+        else:
+            orders.append(Order(place, chapter, known[chapter.name], parameters, key, label))
+
+    def start(order: Order) -> Execution:
+        say(f"{order.label}: executing ...")
+        partial = layout.build / "partial" / f"{order.chapter.name}.ipynb"
+        return Execution(order.chapter, order.parameters, partial, limits, layout.root, say)
+
+    def keep(order: Order, execution: Execution) -> None:
         record = {
-            "preset": preset if "preset" in parameters else None,
+            "preset": order.parameters.get("preset"),
             "code": code[:12],
             "device": here,
             "date": datetime.date.today().isoformat(),
-            "seconds": round(seconds, 1),
+            "seconds": round(execution.seconds, 1),
             "versions": versions(),
         }
-        result[chapter.name] = cache.put(chapter, key, partial, record)
-        say(f"{label}: done in {seconds:.0f} s")
+        done = cache.put(order.chapter, order.key, execution.partial, record)
+        result[order.chapter.name] = done
+        say(f"{order.label}: done in {record['seconds']:.0f} s")
+
+    execute_all(orders, start, keep)
     for chapter in chapters:
         if chapter.name not in result and (old := cache.newest(chapter)):
             result[chapter.name] = old

@@ -21,7 +21,13 @@ import nbformat
 import yaml
 
 PACKAGES = ("kernels", "gpt2", "book")
-NOT_IMPORTED_BY_CHAPTERS = {"build.py", "chapters.py", "execution.py", "vendored.py"}
+NOT_IMPORTED_BY_CHAPTERS = {
+    "build.py",
+    "chapters.py",
+    "execution.py",
+    "schedule.py",
+    "vendored.py",
+}
 DEPENDENCIES = ("torch", "triton", "numpy", "matplotlib", "ipywidgets", "papermill", "tokenizers")
 
 

@@ -1,4 +1,4 @@
-"""Execute one chapter with papermill, within time limits, or take it from the cache."""
+"""Execute a chapter with papermill, within time limits, or take it from the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from gpt2.processes import end_family
 
 from .chapters import BuildError, Chapter
 
-POLL_SECONDS = 0.2
 REPORT_SECONDS = 30
 
 
@@ -83,53 +82,73 @@ class Cache:
         return Executed(chapter, path, record, cached=True)
 
 
-def execute(
-    chapter: Chapter, parameters: dict, partial: Path, limits: Limits, root: Path, say=print
-) -> float:
-    """Run a chapter into `partial`; returns its seconds.
+class Execution:
+    """A chapter that papermill runs into `partial`, in a process of its own.
 
-    The kernel runs in `root`, the folder that holds the packages. Raises BuildError naming
-    chapter, cell and error; what was executed until then stays in `partial`. An interruption ends
-    the kernel and its workers.
+    The kernel runs in `root`, the folder that holds the packages. What was executed stays in
+    `partial`, whatever happens; papermill's output lies beside it. Whoever starts an execution
+    calls `end` at last, which ends papermill, the kernel and the kernel's workers.
     """
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)
-    log = partial.with_suffix(".log")
-    command = [sys.executable, "-m", "papermill", str(chapter.path), str(partial)]
-    command += ["--no-progress-bar", "--log-level", "WARNING", "--kernel", "python3"]
-    command += ["--language", "python"]
-    command += ["--start-timeout", "180"]  # a busy machine starts a kernel slowly
-    command += ["--execution-timeout", str(limits.cell), "--cwd", str(root)]
-    command += ["--parameters_yaml", yaml.safe_dump(parameters)]
-    start = time.monotonic()
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
-        )
-        try:
-            _wait(process, chapter, partial, limits, start, say)
-        finally:
-            end_family(process)  # papermill, its kernel and the kernel's workers
-    if process.returncode != 0:
-        raise BuildError(_describe_failure(chapter, partial, log, limits))
-    return time.monotonic() - start
 
-
-def _wait(process, chapter: Chapter, partial: Path, limits: Limits, start: float, say) -> None:
-    told = start
-    while process.poll() is None:
-        now = time.monotonic()
-        if now - start > limits.chapter:
-            where, source, _ = _position(partial)
-            raise BuildError(
-                f"chapter {chapter.name} took longer than {limits.chapter} s; it was at cell "
-                f"{where}: {source} (raise the limit with --chapter-timeout)"
+    def __init__(
+        self,
+        chapter: Chapter,
+        parameters: dict,
+        partial: Path,
+        limits: Limits,
+        root: Path,
+        say=print,
+    ):
+        self.chapter, self.partial, self.limits, self.say = chapter, partial, limits, say
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        self.log = partial.with_suffix(".log")
+        command = [sys.executable, "-m", "papermill", str(chapter.path), str(partial)]
+        command += ["--no-progress-bar", "--log-level", "WARNING", "--kernel", "python3"]
+        command += ["--language", "python"]
+        command += ["--start-timeout", "180"]  # a busy machine starts a kernel slowly
+        command += ["--execution-timeout", str(limits.cell), "--cwd", str(root)]
+        command += ["--parameters_yaml", yaml.safe_dump(parameters)]
+        self.start = self.told = time.monotonic()
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
             )
-        if now - told > REPORT_SECONDS:
-            told = now
-            where, source, total = _position(partial)
-            say(f"      {now - start:4.0f} s, cell {where} of {total}: {source}")
-        time.sleep(POLL_SECONDS)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.start
+
+    def ended(self) -> bool:
+        """Whether the whole chapter is executed; says every REPORT_SECONDS where it is.
+
+        Raises BuildError naming chapter, cell and error for a failure and for one that takes
+        longer than its limit.
+        """
+        code = self.process.poll()
+        if code is None:
+            self._watch(time.monotonic())
+        elif code != 0:
+            raise BuildError(_describe_failure(self.chapter, self.partial, self.log, self.limits))
+        return code is not None
+
+    def _watch(self, now: float) -> None:
+        if now - self.start > self.limits.chapter:
+            where, source, _ = _position(self.partial)
+            raise BuildError(
+                f"chapter {self.chapter.name} took longer than {self.limits.chapter} s; it was at "
+                f"cell {where}: {source} (raise the limit with --chapter-timeout)"
+            )
+        if now - self.told > REPORT_SECONDS:
+            self.told = now
+            where, source, total = _position(self.partial)
+            told = f"{self.chapter.name}: {now - self.start:4.0f} s, cell {where} of {total}"
+            self.say(f"      {told}: {source}")
+
+    def end(self) -> None:
+        """Kill what still runs of it."""
+        end_family(self.process)
 
 
 def _cells(partial: Path) -> list[dict]:

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from book import ROOT
-from book.chapters import BuildError, find_chapters, pick_preset, select
+from book.chapters import BuildError, Chapter, find_chapters, pick_preset, select
 
 REAL = sorted((ROOT / "book").glob("*.ipynb"))
 
@@ -88,3 +88,14 @@ def test_real_chapters_have_the_shape_that_papermill_and_git_need(path):
         if line and not line.startswith(("#", "import", "from")):
             assert ": " in line.split("=")[0] and "#" in line, f"type and comment: {line}"
     assert path in [c.path for c in find_chapters(ROOT / "_toc.yml")], "not in _toc.yml"
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda p: p.stem)
+def test_real_chapters_say_by_their_parameters_whether_they_train_and_look_at_runs(path):
+    cells = nbformat.read(path, as_version=4).cells
+    code = "\n".join(c.source for c in cells if c.cell_type == "code")
+    known = Chapter(1, path).parameters()
+    if re.search(r"\b(run_experiment|train_many|train_together)\(", code):
+        assert "workers" in known, "book.schedule would execute it beside another that trains"
+    if re.search(r"\b(RUNS|RunStore|captured_run)\b", code):
+        assert "preset" in known, "book.schedule would execute it before those that train"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,6 +116,19 @@ def test_keys_depend_on_source_parameters_device_and_archived_results(project, a
     assert key() == keys[-1]
 
 
+def test_two_chapters_are_executed_beside_each_other_and_both_are_kept(project, add_chapter):
+    for mine, other in (("01-one", "02-two"), ("02-two", "01-one")):
+        wait = f"while not os.path.exists({other!r}):\n    time.sleep(0.1)"
+        add_chapter(mine, f"import os, time\nopen({mine!r}, 'w').close()\n{wait}")
+    done, said = run(project)
+    assert [done[name].cached for name in ("01-one", "02-two")] == [False, False]
+    assert said[:2] == ["[1/2] 01-one: executing ...", "[2/2] 02-two: executing ..."]
+    ends = [text for text in said if re.fullmatch(r"\[[12]/2\] .*: done in \d+ s", text)]
+    assert len(ends) == 2
+    again, _ = run(project)
+    assert all(executed.cached for executed in again.values())
+
+
 @pytest.mark.slow
 def test_an_interrupted_build_leaves_no_kernel_and_goes_on_where_it_stopped(project, add_chapter):
     add_chapter("01-quick", "print('quick')")
@@ -122,17 +136,18 @@ def test_an_interrupted_build_leaves_no_kernel_and_goes_on_where_it_stopped(proj
         "import pathlib, sys; from book.build import Layout, main; "
         f"sys.exit(main(['--preset', 'cpu'], Layout(pathlib.Path({str(project.root)!r}))))"
     )
-    wait = "import time; open('pid', 'w').write(str(__import__('os').getpid())); time.sleep(1000)"
-    add_chapter("02-long", wait)
+    wait = "import os, time; open(f'pid{n}', 'w').write(str(os.getpid())); time.sleep(1000)"
+    for n in (2, 3):
+        add_chapter(f"0{n}-long", f"n = {n}\n{wait}")
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    pid_file = project.root / "pid"
-    while not (pid_file.exists() and pid_file.read_text()):
+    files = [project.root / f"pid{n}" for n in (2, 3)]
+    while not all(file.exists() and file.read_text() for file in files):
         assert process.poll() is None
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGTERM)
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == 130 and "run it again to go on from here" in complaint
-    pid = int(pid_file.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    for pid in (int(file.read_text()) for file in files):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     done, _ = run(project, chosen=find_chapters(project.toc)[:1])
     assert done["01-quick"].cached
