@@ -18,7 +18,7 @@ from .bf16_arms import attribution_words, fork_group, fork_words
 from .captions import Captioned
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
-from .onsets import judged
+from .onsets import failed_twins, judged
 from .record_figures import captioned_panels
 from .records import FAILED, failed_steps
 from .regimes import RECIPES
@@ -87,8 +87,7 @@ def best_recipe(rows: Sequence[Mapping]) -> str | None:
     score = {}
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         failed = [row for row in of(rows, recipe, "low") if row["kind"] == "diverged"]
-        twins = [row for row in of(rows, recipe, "delta_fp32") if row["kind"] in FAILED]
-        if failed and not twins:
+        if failed and not failed_twins(rows, recipe):
             score[recipe] = (-len(failed), sum(row["minutes"] for row in failed) / len(failed))
     return min(score, key=score.get) if score else None
 
@@ -366,9 +365,8 @@ def recipe_lines(rows: Sequence[Mapping]) -> list[str]:
     """One sentence for each way in which recipes ended short of a confirmation."""
     given_up, alive = [], []
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        low, twins = of(rows, recipe, "low"), of(rows, recipe, "delta_fp32")
+        low, twins = of(rows, recipe, "low"), failed_twins(rows, recipe)
         failed = [row for row in low if row["kind"] in FAILED]
-        twins = [row for row in twins if row["kind"] in FAILED]
         if failed and twins:
             both = f"{span(failed_steps(failed))} against {span(failed_steps(twins))}"
             given_up.append(f"{recipe} ({both}; {_fates(of(rows, recipe, 'sdpa'))})")

@@ -101,6 +101,15 @@ def archived_onsets(rows: Sequence[Mapping], recipe: str) -> dict[int, Onset]:
     }
 
 
+def failed_twins(rows: Sequence[Mapping], recipe: str) -> list[Mapping]:
+    """The runs from scratch of a recipe's twin that failed, any seed.
+
+    Where there is one, the failure of low precision in that recipe is none of delta's.
+    """
+    mine = [row for row in rows if (row["recipe"], row["arm"]) == (recipe, TWIN)]
+    return [row for row in mine if row["forked_at"] is None and row["kind"] in FAILED]
+
+
 def _is_dial(row: Mapping) -> bool:
     """Whether a run has fewer bits than its recipe: the twin in bf16 is no measure of its ties."""
     return row.get("experiment", "").startswith("dials")

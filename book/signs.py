@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from IPython.display import Markdown
 
-from .records import FAILED
+from .onsets import failed_twins
 from .tables import markdown_table, number
 
 EARLY = 0.25  # of a run: what grows after that is compared with what was there by then
@@ -117,7 +117,7 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
         found = signs(row)
         if row["arm"] != "low" or row["forked_at"] is not None or not found.grew:
             continue
-        if None in (found.ties, found.norm) or _twin_failed(row["recipe"], rows):
+        if None in (found.ties, found.norm) or failed_twins(rows, row["recipe"]):
             continue
         diverged = row["kind"] == "diverged"
         end = (
@@ -140,9 +140,3 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
             f"{found.loss_above_best:.3f} nats above its best, {end}; {judged}."
         )
     return told
-
-
-def _twin_failed(recipe: str, rows: Sequence[Mapping]) -> bool:
-    """Whether a twin with delta from an fp32 O failed in that recipe, trained from scratch."""
-    mine = [r for r in rows if r["recipe"] == recipe and r["arm"] == "delta_fp32"]
-    return any(r["kind"] in FAILED and r["forked_at"] is None for r in mine)

@@ -60,4 +60,5 @@ def test_a_cycle_to_its_end_is_told_unless_the_twin_failed_as_well():
     assert "The cycle to its end" in told and "diverged at 10,000" in told
     twin = failed | {"arm": "delta_fp32", "seed": 1}
     assert signs_words([failed, twin]) == []
-    assert len(signs_words([failed, twin | {"recipe": "another"}])) == 1
+    for other in ({"recipe": "another"}, {"forked_at": 3}, {"kind": "stable"}):
+        assert len(signs_words([failed, twin | other])) == 1
