@@ -8,6 +8,7 @@ a lower training precision is autocast's affair, and attention's roundings are `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -265,11 +266,9 @@ class GPT(nn.Module):
 
     def _block_by_block(self, x: Tensor, seed: int | Tensor = 0) -> Tensor:
         """`blocks`; seeds are tensors, or 0 where nothing draws: a number would be compiled in."""
-        draws = self.stochastic
-        seed = torch.as_tensor(seed, device=x.device) if draws else 0
-        for i, block in enumerate(self.transformer.h):
-            x = self._block(block, x, seed + i if draws else 0, None)
-        return self.transformer.ln_f(x)
+        if self.stochastic:
+            return self.blocks(x, torch.as_tensor(seed, device=x.device), run=self._block)
+        return self.blocks(x, run=lambda block, x, seed, tap: self._block(block, x, 0, tap))
 
     def eager_trunk(self) -> None:
         self._trunk = self.blocks
@@ -283,11 +282,18 @@ class GPT(nn.Module):
         return F.dropout(x, self.config.dropout, self.training)
 
     def blocks(
-        self, x: Tensor, seed: int | Tensor = 0, taps: list[Tap | None] | None = None
+        self,
+        x: Tensor,
+        seed: int | Tensor = 0,
+        taps: list[Tap | None] | None = None,
+        run: Callable[..., Tensor] = Block.__call__,
     ) -> Tensor:
-        """Embedded tokens [B, T, C] -> final hidden states [B, T, C]."""
+        """Embedded tokens [B, T, C] -> final hidden states [B, T, C].
+
+        run: of a block, its input, seed and tap, gives its output.
+        """
         for i, block in enumerate(self.transformer.h):
-            x = block(x, seed + i, None if taps is None else taps[i])
+            x = run(block, x, seed + i, None if taps is None else taps[i])
         return self.transformer.ln_f(x)
 
     def forward(
