@@ -18,6 +18,7 @@ from .result import ForwardResult
 
 # Query rows of a consumer, consumers of a program, and keys of a tile, as `flash` says.
 ROWS, PARTS, TILE = 64, 2, 128
+WALKED = 64  # rows of a tile that a block of the backward walks over
 
 # (Fraction bits of `scores`, of `unnormalized`) that the kernel serves, by reference and whether
 # the policy moves it: those of `flash` and `paper`, with inputs in bf16, with or without an O in
