@@ -1,8 +1,8 @@
-"""Host side of the forward for Hopper GPUs: when it serves, its settings, and the launch.
+"""Host side of the kernels for Hopper GPUs: when they serve, their settings, and the launches.
 
-`refusal` is a pure function that says why a call is not served, or better served by
-`kernels.triton_forward`: both give the same bits. `triton_attention.forward` asks. Importing this
-module needs neither Triton nor a GPU.
+`refusal` is a pure function that says why a call of the forward is not served, or better served
+by `kernels.triton_forward`: both give the same bits. `triton_attention.forward` asks, and likewise
+`backward` asks `backward_refusal`. Importing this module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class Plan:
     launch_registers: int = 168
 
 
+BACKWARD_PLAN = Plan(stages=4)
+
+
 def refusal(
     numerics: Numerics,
     *,
@@ -93,6 +96,10 @@ def refusal(
     least = LEAST_KEYS[D, numerics.reference]
     if keys < least:
         return f"a query sees {keys} keys on average, and this was found faster from {least} on"
+    return _refused_places(shapes, strides, addresses)
+
+
+def _refused_places(shapes, strides, addresses) -> str | None:
     if any(address % 16 for address in addresses):
         return "a tensor does not start at a multiple of 16 bytes, as the copy engine needs"
     for shape, stride in zip(shapes, strides):
@@ -141,7 +148,7 @@ def _bits(n: Numerics, site: str) -> int:
 @lru_cache(maxsize=1)
 def _refused_gluon() -> str | None:
     try:
-        from . import hopper_forward  # noqa: F401
+        from . import hopper_backward, hopper_forward  # noqa: F401
     except (ImportError, AttributeError) as error:  # names move between versions
         return f"this version of Triton has another Gluon ({error})"
     return None
@@ -236,3 +243,132 @@ def forward(
             H // k.shape[1], Tq, k.shape[2], pairs, policy.beta, *offsets, *probes, **arguments,
         )  # fmt: skip
     return result
+
+
+# -- the backward ---------------------------------------------------------------------------------
+
+# Fraction bits of the sites that the backward serves, `scores` but for fp32 or bf16: those of
+# `flash` and `paper`.
+BACKWARD = dict(backward_probabilities=7, grad_probabilities=23, grad_scores=7, gradients=7)
+
+
+def backward_refusal(
+    numerics: Numerics, *, dtypes, shapes, strides, addresses, capability
+) -> str | None:
+    """None if the Hopper backward serves a call on prepared inputs, else one sentence why not.
+
+    dtypes, shapes, strides (in elements), addresses (in bytes): of q, k, v and dO; capability: of
+    the GPU. With other blocks of the general kernel, sums may have another order.
+    """
+    if tuple(capability) != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
+    if why := _refused_backward_numerics(numerics) or _refused_gluon():
+        return why
+    for dtype in dtypes:
+        if dtype != torch.bfloat16:
+            return f"an input is {dtype}, not torch.bfloat16"
+    D, DV = shapes[0][3], shapes[2][3]
+    if D != DV or D != 64:
+        return f"head dimensions {D} and {DV} are not both 64"
+    if shapes[0][1] != shapes[1][1]:
+        return f"{shapes[0][1]} heads of queries and {shapes[1][1]} of keys: grouped queries"
+    return _refused_places(shapes, strides, addresses)
+
+
+@lru_cache(maxsize=256)
+def _refused_backward_numerics(n: Numerics) -> str | None:
+    """Beyond what `triton_attention` refuses."""
+    if n.stochastic:
+        return "a site rounds stochastically"
+    if n.delta != "dO_O":
+        return f"delta={n.delta}: only dO_O is served"
+    if _bits(n, "scores") not in (7, 23):
+        return f"scores={n.scores}: not served"
+    for name, bits in BACKWARD.items():
+        if _bits(n, name) != bits:
+            return f"{name}={getattr(n, name)}: not served"
+    return None
+
+
+@lru_cache(maxsize=256)
+def backward_arguments(key: str, scale: float, causal: bool, plan: Plan) -> dict:
+    """Constexpr arguments and options of both kernels of a backward, as `launch_arguments`."""
+    from .numerics import parse_numerics
+    from .triton_attention import score_constants
+
+    found = score_constants(parse_numerics(key), scale)
+    return dict(
+        STAGES=plan.stages,
+        REGISTERS=plan.registers,
+        CAUSAL=causal,
+        RAW=found["RAW"],
+        ROUND_S=found["S_BITS"] == 7,
+        num_warps=4,
+        maxnreg=plan.launch_registers,
+        enable_fp_fusion=False,
+    )
+
+
+def _row_values(lse: Tensor, delta: Tensor, inverse_unit: float):
+    """Descriptors of lse * inverse_unit and of delta, both in whole tiles; [B, H, Tq] fp32."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_backward import row_values_kernel
+
+    B, H, Tq = lse.shape
+    tiles, block = -(-Tq // WALKED), 1024
+    both = torch.empty(2, B * H, tiles, WALKED, dtype=torch.float32, device=lse.device)
+    row_values_kernel[(-(-tiles * WALKED // block) * B * H,)](
+        lse, delta, *both, inverse_unit, Tq, tiles, TILE=WALKED, BLOCK=block
+    )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    return [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, WALKED], layout) for x in both
+    ]
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    delta_k: Tensor,
+    *,
+    numerics: Numerics,
+    causal: bool,
+    scale: float,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV as `triton_attention.backward`, for calls that `backward_refusal` lets pass.
+
+    delta, delta_k: contiguous fp32 [B, H, Tq], what dQ and what dK reads.
+    """
+    from .hopper_backward import hopper_grad_keys_kernel, hopper_grad_queries_kernel
+
+    B, H, Tq = q.shape[:3]
+    Tk, device = k.shape[2], q.device
+    arguments = backward_arguments(numerics.key, scale, causal, plan or BACKWARD_PLAN)
+    inverse_unit = 1.0 / scale if arguments["RAW"] else 1.0
+    dq = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
+    dk = torch.empty(k.shape, dtype=torch.bfloat16, device=device)
+    dv = torch.empty(v.shape, dtype=torch.bfloat16, device=device)
+    blocks = [describe(x, ROWS) for x in (q, k, v, dout)]
+
+    def pairs(length):
+        return (-(-length // (PARTS * ROWS)) + 1) // 2 * B * H
+
+    with torch.cuda.device(device):
+        programs = _multiprocessors(device)
+        values = _row_values(lse, delta_k, inverse_unit)
+        hopper_grad_keys_kernel[(min(pairs(Tk), programs),)](
+            *blocks, *values, dk, dv, scale, H, Tq, Tk, pairs(Tk), **arguments
+        )
+        if delta is not delta_k:
+            values = _row_values(lse, delta, inverse_unit)
+        hopper_grad_queries_kernel[(min(pairs(Tq), programs),)](
+            *blocks, *values, dq, scale, H, Tq, Tk, pairs(Tq), **arguments
+        )
+    return dq, dk, dv

@@ -47,12 +47,15 @@ WALKED = gl.constexpr(hopper_attention.WALKED)
 
 
 @triton.jit(do_not_specialize=["T", "tiles"])
-def row_values_kernel(lse_ptr, delta_ptr, lse_out, delta_out, inverse_unit, T, tiles,
-                      TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """lse * inverse_unit and delta [B H, T] as [B H, tiles, TILE], inf and 0 beyond the end."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def row_values_kernel(
+    lse_ptr, delta_ptr, lse_out, delta_out, inverse_unit, T, tiles,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """lse * inverse_unit and delta [B H, T] as [B H, tiles, TILE]: inf and 0 beyond the end."""
     length = tiles * TILE
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(length, BLOCK)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    places = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = places < T
     lse = tl.load(lse_ptr + head * T + places, mask=inside, other=float("inf")) * inverse_unit
     delta = tl.load(delta_ptr + head * T + places, mask=inside, other=0.0)
@@ -154,7 +157,7 @@ def queries_producer(
     """Ask for Q, dO, lse and delta of every block, and for the tiles of keys it walks over."""
     kept_bufs, kept_full, kept_free = kept
     bufs, full, free = walked
-    H, GROUP, Tq, Tk, blocks, units = sizes
+    H, Tq, Tk, blocks, units = sizes
     g = 0
     turn = 0
     for number in range(gl.program_id(0), units, gl.num_programs(0)):
@@ -171,7 +174,7 @@ def queries_producer(
             for j in range(key_tiles(start, Tk, CAUSAL)):
                 if g >= STAGES:
                     await_tile(free, g - STAGES, STAGES)
-                place = [b, h // GROUP, j * WALKED, 0]
+                place = [b, h, j * WALKED, 0]
                 ask_two(of_keys, bufs, place, full.index(g % STAGES), g % STAGES)
                 g += 1
             turn += 1
@@ -226,7 +229,7 @@ def queries_consumer(
     """Queries 64 PART on of every block of this program."""
     kept_bufs, kept_full, kept_free = kept
     dq_ptr, scale = outputs
-    H, GROUP, Tq, Tk, blocks, units = sizes
+    H, Tq, Tk, blocks, units = sizes
     D: gl.constexpr = kept_bufs[0].shape[4]
     factor = factor_of(scale, RAW)
     g = 0
@@ -290,9 +293,9 @@ def hopper_grad_keys_kernel(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", "units"])
+@gluon.jit(do_not_specialize=["H", "Tq", "Tk", "units"])
 def hopper_grad_queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_ptr, scale, H, GROUP, Tq, Tk, units,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_ptr, scale, H, Tq, Tk, units,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
@@ -306,7 +309,7 @@ def hopper_grad_queries_kernel(
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
     outputs = (dq_ptr, scale)
-    sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
+    sizes = (H, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(

@@ -415,6 +415,22 @@ def forward_kernel_name(
     return "hopper" if refused is None else "general"
 
 
+def backward_kernel_name(
+    dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *, numerics: Numerics
+) -> str:
+    """Which backward serves a call on tensors on their grid: "hopper" (Gluon) or "general"."""
+    tensors = (q, k, v, dO)
+    refused = hopper_attention.backward_refusal(
+        numerics,
+        dtypes=[x.dtype for x in tensors],
+        shapes=[x.shape for x in tensors],
+        strides=[x.stride() for x in tensors],
+        addresses=[x.data_ptr() for x in tensors],
+        capability=_capability(q.device),
+    )
+    return "hopper" if refused is None else "general"
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -501,7 +517,8 @@ def backward(
     """dQ [B, H, Tq, D], dK [B, Hkv, Tk, D], dV [B, Hkv, Tk, Dv], bf16 where `gradients` fits it.
 
     `out`, `lse` and `delta_output` are the forward's. `blocks` ({"grad_keys": ..., "grad_queries":
-    ...}) overrides the tables. Repeated calls give the same bits.
+    ...}) overrides the tables and, even if empty, the choice of `kernels.hopper_backward`.
+    Repeated calls give the same bits.
     """
     from . import triton_backward as kernels
 
@@ -512,6 +529,11 @@ def backward(
     Hkv, Tk, DV = *k.shape[1:3], v.shape[3]
     number, seed = seed, _seed_tensor(seed, n, lse)
     q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
+    if blocks is None and backward_kernel_name(dO, q, k, v, numerics=n) == "hopper":
+        with _on(device):
+            deltas = _deltas(n, dO, out, delta_output, number, seed)
+        choices = dict(numerics=n, causal=causal, scale=scale)
+        return hopper_attention.backward(dO, q, k, v, lse, *deltas, **choices)
     itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype, dO.dtype))
     limit = _shared_limit(device)
 

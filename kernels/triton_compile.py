@@ -2,7 +2,7 @@
 
 `compile_offline("forward", paper(), capability=90)` compiles exactly the kernel that a launch with
 those numerics would use: the same constants, blocks and specialisation. `compile_hopper` compiles
-the forward that takes its place where `kernels.hopper_attention` lets it. Both need Triton but no
+the kernel that takes its place where `kernels.hopper_attention` lets it. Both need Triton but no
 driver, and must run in a process without TRITON_INTERPRET. What is read: the matrix instructions
 (wgmma on compute capability 9.0, mma.sync on 8.0), the conversions that round, and registers,
 spilled bytes and shared memory of one program.
@@ -102,35 +102,31 @@ def compile_offline(
 
 def compile_hopper(
     numerics: Numerics,
+    kernel: str = "forward",
     *,
     head_dim: int = 64,
     causal: bool = True,
     probe: bool = False,
     usage: bool = True,
 ) -> Compiled:
-    """Compile `kernels.hopper_forward` for compute capability 9.0 as a launch would. Seconds."""
+    """Compile a kernel of `kernels.hopper_attention` for compute capability 9.0 as a launch would.
+
+    kernel: "forward", "grad_keys" or "grad_queries". Seconds per call.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from . import hopper_attention
-    from .hopper_forward import hopper_forward_kernel
 
-    plan = hopper_attention.Plan()
-    arguments = hopper_attention.launch_arguments(
-        numerics.key, 1 / math.sqrt(head_dim), causal, probe, plan
-    )
+    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe)
     options = {name: arguments[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants = {name: x for name, x in arguments.items() if name not in options}
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    rows = dict(
-        q_desc=hopper_attention.ROWS, k_desc=hopper_attention.TILE, v_desc=hopper_attention.TILE
-    )
+    tile = hopper_attention.TILE if kernel == "forward" else hopper_attention.ROWS
     signature, attributes = {}, {}
-    for place, name in enumerate(hopper_forward_kernel.arg_names):
-        if name in rows:
-            signature[name] = f"tensordesc<bf16[1, 1, {rows[name]}, {head_dim}],{layout!r}>"
+    for place, name in enumerate(function.arg_names):
+        if name.endswith("_desc"):
+            signature[name] = _descriptor(name, tile, head_dim)
         elif name in constants:
             signature[name] = "constexpr"
         else:
@@ -138,15 +134,50 @@ def compile_hopper(
             signature[name] = kind or "i32"
             if name.endswith("_ptr"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(hopper_forward_kernel, signature, constants, attributes)
+    source = GluonASTSource(function, signature, constants, attributes)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     registers, spilled = _usage(built.asm["cubin"]) if usage else (None, None)
-    blocks = Blocks(hopper_attention.PARTS * hopper_attention.ROWS, hopper_attention.TILE, 12,
-                    plan.stages, plan.launch_registers)  # fmt: skip
     return Compiled(
-        "forward", 90, blocks, built.asm["ptx"], built.metadata.shared, registers, spilled,
+        kernel, 90, blocks, built.asm["ptx"], built.metadata.shared, registers, spilled,
         built.asm["cubin"],
     )  # fmt: skip
+
+
+def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool):
+    """(function, arguments of its launch, blocks) of a kernel for Hopper GPUs."""
+    from . import hopper_attention as hopper
+
+    scale, rows = 1 / math.sqrt(head_dim), hopper.PARTS * hopper.ROWS
+    if kernel == "forward":
+        from .hopper_forward import hopper_forward_kernel
+
+        plan = hopper.Plan()
+        blocks = Blocks(rows, hopper.TILE, 12, plan.stages, plan.launch_registers)
+        arguments = hopper.launch_arguments(n.key, scale, causal, probe, plan)
+        return hopper_forward_kernel, arguments, blocks
+    from . import hopper_backward
+
+    plan = hopper.BACKWARD_PLAN
+    arguments = hopper.backward_arguments(n.key, scale, causal, plan)
+    if kernel == "grad_keys":
+        sizes, function = (hopper.WALKED, rows), hopper_backward.hopper_grad_keys_kernel
+    elif kernel == "grad_queries":
+        sizes, function = (rows, hopper.WALKED), hopper_backward.hopper_grad_queries_kernel
+    else:
+        raise ValueError(f"unknown kernel {kernel!r}; use forward, grad_keys or grad_queries")
+    return function, arguments, Blocks(*sizes, 12, plan.stages, plan.launch_registers)
+
+
+def _descriptor(name: str, tile: int, head_dim: int) -> str:
+    """The type of a descriptor of the copy engine in Triton's notation."""
+    from triton.experimental.gluon import language as gl
+
+    if name in ("lse_desc", "delta_desc"):
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+        return f"tensordesc<fp32[1, 1, {tile}],{layout!r}>"
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    rows = 64 if name == "q_desc" else tile
+    return f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
 
 
 def machine_code(cubin: bytes) -> list[tuple[str, str]]:
