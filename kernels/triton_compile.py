@@ -194,6 +194,46 @@ def machine_code(cubin: bytes) -> list[tuple[str, str]]:
     return re.findall(pattern, text)
 
 
+def in_flight(code):
+    """(operations, operands, registers read, accumulators) from each product to its wait.
+
+    A product reads its A operand's registers and owns its accumulator until the wait that covers
+    the group it was committed with; SASS closes a group with `gsb0`.
+    """
+    groups, reads, owns = [], set(), set()
+    for operation, operands in code:
+        if operation.startswith("HGMMA"):
+            parts = [part.strip() for part in operands.split(",")]
+            first = int(re.match(r"R(\d+)", parts[0])[1])
+            owns |= set(range(first, first + int(re.search(r"64x(\d+)x16", operation)[1]) // 2))
+            if found := re.match(r"R(\d+)", parts[1]):
+                reads |= set(range(int(found[1]), int(found[1]) + 4))
+            if "gsb0" in operands:
+                groups.append((reads, owns))
+                reads, owns = set(), set()
+        elif operation == "WARPGROUP.DEPBAR.LE":
+            left = int(re.search(r"0x([0-9a-f]+)", operands)[1], 16)
+            del groups[: max(len(groups) - left, 0)]
+        else:
+            pending = [*groups, (reads, owns)]
+            yield operation, operands, *(set().union(*x) for x in zip(*pending)), len(groups)
+
+
+def beside_products(code, operation: str):
+    """(how many `operation` run beside a product, instructions that a product in flight forbids).
+
+    code: of `machine_code`. Forbidden is to write what products read, and to touch what they own.
+    """
+    count, hazards = 0, []
+    for found, operands, reads, owns, groups in in_flight(code):
+        used = [int(x) for x in re.findall(r"\bR(\d+)\b", operands)]
+        stores = found.startswith(("ST", "RED", "ATOM", "SYNCS", "BAR"))
+        if owns & set(used) or (used and not stores and used[0] in reads):
+            hazards.append((found, operands))
+        count += found == operation and groups >= 1
+    return count, hazards
+
+
 def _kernel(kernel: str):
     from . import triton_backward, triton_forward
 

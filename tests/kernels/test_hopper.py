@@ -124,31 +124,6 @@ def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def in_flight(code):
-    """(operations, operands, registers read, accumulators) from each product to its wait.
-
-    A product reads its A operand's registers and owns its accumulator until the wait that covers
-    the group it was committed with; SASS closes a group with `gsb0`.
-    """
-    groups, reads, owns = [], set(), set()
-    for operation, operands in code:
-        if operation.startswith("HGMMA"):
-            parts = [part.strip() for part in operands.split(",")]
-            first = int(re.match(r"R(\d+)", parts[0])[1])
-            owns |= set(range(first, first + int(re.search(r"64x(\d+)x16", operation)[1]) // 2))
-            if found := re.match(r"R(\d+)", parts[1]):
-                reads |= set(range(int(found[1]), int(found[1]) + 4))
-            if "gsb0" in operands:
-                groups.append((reads, owns))
-                reads, owns = set(), set()
-        elif operation == "WARPGROUP.DEPBAR.LE":
-            left = int(re.search(r"0x([0-9a-f]+)", operands)[1], 16)
-            del groups[: max(len(groups) - left, 0)]
-        else:
-            pending = [*groups, (reads, owns)]
-            yield operation, operands, *(set().union(*x) for x in zip(*pending)), len(groups)
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 @pytest.mark.parametrize(
     "text, head_dim, probe",
@@ -169,20 +144,15 @@ def in_flight(code):
 )
 def test_the_softmax_runs_beside_the_products(text, head_dim, probe, fresh_cache):
     """Machine code, since the assembler sorts instructions: what `hold` is for."""
-    from kernels.triton_compile import compile_hopper, machine_code
+    from kernels.triton_compile import beside_products, compile_hopper, machine_code
 
     built = compile_hopper(parse_numerics(text), head_dim=head_dim, probe=probe)
     assert built.matrix_instructions == ("wgmma.mma_async",)
     assert built.shared <= HOPPER_SHARED and built.spilled <= 64
     own = re.sub(r"// begin inline asm.*?// end inline asm", "", built.ptx, flags=re.DOTALL)
     assert "fma.rn.f32" not in own  # contraction would move a rounding; `divide` asks for its own
-    beside = 0
-    for operation, operands, reads, owns, groups in in_flight(machine_code(built.cubin)):
-        used = [int(x) for x in re.findall(r"\bR(\d+)\b", operands)]
-        assert not owns & set(used), (operation, operands)
-        stores = operation.startswith(("ST", "RED", "ATOM", "SYNCS", "BAR"))
-        assert stores or not used or used[0] not in reads, (operation, operands)
-        beside += operation == "MUFU.EX2" and groups >= 1
+    beside, hazards = beside_products(machine_code(built.cubin), "MUFU.EX2")
+    assert not hazards
     assert beside >= 2 * 64  # each consumer's 64 exponentials of a tile, at least
 
 
