@@ -1,0 +1,183 @@
+"""The backward for Hopper GPUs: whom it serves, what it compiles to, and its bits on a GPU."""
+
+import math
+import os
+import re
+
+import pytest
+import torch
+
+from kernels import hopper_attention, parse_numerics, triton_attention
+from kernels.triton_blocks import HOPPER_SHARED
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+def shapes(T, D, heads=4):
+    size, keys = (2, 4, T, D), (2, heads, T, D)
+    return dict(shapes=[size, keys, keys, size], strides=[(4 * T * D, T * D, D, 1)] * 4)
+
+
+CALL = dict(dtypes=[torch.bfloat16] * 4, addresses=[512, 1024, 1536, 2048], capability=(9, 0))
+CALL |= shapes(1024, 64)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["flash", "paper", "stabilized", "flash,tile=64", "paper,output_bits=2",
+     "paper,delta_output=fp32", "paper,delta_error=mirror"],
+)  # fmt: skip
+def test_served(text):
+    assert hopper_attention.backward_refusal(parse_numerics(text), **CALL) is None
+
+
+@pytest.mark.parametrize(
+    "text, other, reason",
+    [
+        ("flash", dict(capability=(8, 0)), "capability 8.0"),
+        ("flash", dict(dtypes=[torch.bfloat16] * 3 + [torch.float32]), "float32"),
+        ("flash", shapes(1024, 128), "dimensions 128 and 128"),
+        ("flash", shapes(1024, 64, heads=2), "grouped queries"),
+        ("flash", dict(addresses=[512, 1024, 1536, 2056]), "16 bytes"),
+        ("flash", dict(strides=[(76_800, 0, 64, 1)] * 4), "strides"),
+        ("paper,delta=dP_P", {}, "delta=dP_P"),
+        ("paper,scores=bf16:stochastic", {}, "stochastic"),
+        ("paper,scores_bits=4", {}, "scores="),
+        ("flash,backward_probabilities=fp32", {}, "backward_probabilities=fp32"),
+        ("flash,grad_probabilities=bf16", {}, "grad_probabilities=bf16"),
+        ("flash,grad_scores=fp32", {}, "grad_scores=fp32"),
+        ("flash,gradients=fp32", {}, "gradients=fp32"),
+        ("exact", {}, "not served"),
+    ],
+)
+def test_refused_in_one_sentence(text, other, reason):
+    why = hopper_attention.backward_refusal(parse_numerics(text), **CALL | other)
+    assert reason in why and "\n" not in why
+
+
+def test_the_general_kernel_sums_the_same_rows_at_a_time():
+    """Blocks that the order of sums in `kernels.hopper_backward` was written for."""
+    numerics = parse_numerics("flash")
+    keys, queries = (
+        triton_attention._blocks(kernel, numerics, 64, 64, 2, HOPPER_SHARED)
+        for kernel in ("grad_keys", "grad_queries")
+    )
+    assert (keys.block_m, keys.block_n) == (hopper_attention.WALKED, hopper_attention.ROWS)
+    assert queries.block_m == hopper_attention.PARTS * hopper_attention.ROWS
+    assert queries.block_n == hopper_attention.WALKED
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
+@pytest.mark.parametrize("kernel", ("grad_keys", "grad_queries"))
+@pytest.mark.parametrize("text, causal", [("flash", True), ("paper", True), ("flash", False)])
+def test_exponentials_run_beside_the_products(kernel, text, causal, tmp_path, monkeypatch):
+    """Machine code, since the assembler sorts instructions; no register spilled."""
+    from kernels.triton_compile import beside_products, compile_hopper, machine_code
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    built = compile_hopper(parse_numerics(text), kernel, causal=causal)
+    assert built.matrix_instructions == ("wgmma.mma_async",)
+    assert built.shared <= HOPPER_SHARED and built.spilled == 0
+    assert "fma.rn.f32" not in built.ptx  # contraction would move a rounding
+    code = machine_code(built.cubin)
+    products = [operands for operation, operands in code if operation.startswith("HGMMA")]
+    assert all(re.match(r"R\d+, R\d+, gdesc", operands) for operands in products)
+    # each consumer's 32 of the first tile and of a later one, of which dS may delay a few
+    beside, hazards = beside_products(code, "MUFU.EX2")
+    assert beside >= 2 * (32 + 24) and not hazards
+
+
+# -- bits, on a GPU -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper_gpu():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+def draw(B, Tq, Tk):
+    """q, k, v, dO of 3 heads, views of rows [B, T, H, 64]."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, dO = torch.randn(2, B, Tq, 3, 64, generator=generator, device="cuda").bfloat16()
+    k, v = torch.randn(2, B, Tk, 3, 64, generator=generator, device="cuda").bfloat16()
+    return [x.transpose(1, 2) for x in (2 * q, k, v + 0.5, dO)]
+
+
+def calls(q, k, v, dO, numerics, causal, scale):
+    """The Hopper backward and the general one, of one forward: functions without arguments."""
+    choices = dict(numerics=numerics, causal=causal, scale=scale)
+    found = triton_attention.forward(q, k, v, **choices)
+    given = (dO, q, k, v)
+    deltas = triton_attention._deltas(numerics, dO, found.out, found.delta_output, 0, found.lse)
+    return (
+        lambda: hopper_attention.backward(*given, found.lse, *deltas, **choices),
+        lambda: triton_attention.backward(
+            *given, found.out, found.lse, found.delta_output, blocks={}, **choices
+        ),
+    )
+
+
+def assert_same_bits(got, want):
+    for name, a, b in zip(("dq", "dk", "dv"), got, want):
+        parts = a.view(torch.int16) != b.view(torch.int16)
+        assert not parts.any(), (name, a.shape, int(parts.sum()), parts.nonzero()[:5].tolist(),
+                                 a[parts][:5].tolist(), b[parts][:5].tolist())  # fmt: skip
+
+
+SIZES = [(1, 1), (64, 64), (65, 65), (128, 128), (129, 129), (1000, 1000), (384, 640), (640, 384),
+         (100, 1000), (1000, 100), (2048, 2048)]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text, scale",
+    [("flash", 1 / 8), ("flash", 0.3), ("paper", 1 / 8), ("paper", 0.3), ("flash", -0.25),
+     ("paper,delta_output=fp32", 1 / 8), ("paper,delta_error=dQ_alone", 1 / 8)],
+)  # fmt: skip
+@pytest.mark.parametrize("causal", (True, False))
+def test_the_bits_of_the_general_kernels(text, scale, causal, hopper_gpu):
+    for Tq, Tk in SIZES:
+        hopper, general = calls(*draw(2, Tq, Tk), parse_numerics(text), causal, scale)
+        want = general()
+        for _ in range(2):
+            assert_same_bits(hopper(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (True, False))
+def test_more_blocks_than_programs(causal, hopper_gpu):
+    """Each program computes several, and goes round its rings many times."""
+    hopper, general = calls(*draw(40, 1000, 1000), parse_numerics("flash"), causal, 1 / 8)
+    assert_same_bits(hopper(), general())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ("flash", "paper"))
+def test_served_in_a_graph(text, hopper_gpu, monkeypatch):
+    """The copy engine's descriptors are made on the host, at each call; a graph keeps them."""
+    q, k, v, dO = draw(1, 1024, 1024)
+    choices = dict(numerics=parse_numerics(text), causal=True, scale=1 / math.sqrt(64))
+    served, right = [], hopper_attention.backward
+    monkeypatch.setattr(
+        hopper_attention, "backward", lambda *x, **y: served.append(1) or right(*x, **y)
+    )
+
+    def both(**other):
+        f = triton_attention.forward(q, k, v, **choices)
+        return triton_attention.backward(
+            dO, q, k, v, f.out, f.lse, f.delta_output, **other, **choices
+        )
+
+    plain = both()
+    assert served == [1]
+    assert_same_bits(plain, both(blocks={}))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = both()
+    assert served == [1, 1]
+    q.copy_(q.flip(2))  # other numbers in the tensors that the graph reads
+    graph.replay()
+    assert not torch.equal(kept[0], plain[0])
+    assert_same_bits(kept, both(blocks={}))
