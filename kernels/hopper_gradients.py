@@ -144,6 +144,7 @@ def keys_of_block(
         keys = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         queries = gl.arange(0, WALKED, gl.SliceLayout(0, S_LAYOUT))
         wide = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), wide, 0.0)
+    hold(still[2])
     dp = warpgroup_mma_wait(0, deps=(dp,))
     change = wide * (dp - delta)
     p, ds = operand(wide, k.dtype, D), operand(change, k.dtype, D)
@@ -212,6 +213,7 @@ def queries_of_block(
     p = weights(s, lse, scale, factor, RAW, ROUND_S)
     if whole == 0:
         p = hidden_as_zero(p, first, 0, Tk, CAUSAL)
+    hold(still[2])
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = operand(p * (dp - delta), q.dtype, D)
     for j in range(1, tiles):
