@@ -37,6 +37,7 @@ from .hopper_gradients import (
     kept_operands,
     keys_of_block,
     queries_of_block,
+    release_kept,
     row_values,
 )
 from .hopper_tiles import await_tile, release
@@ -210,10 +211,10 @@ def keys_consumer(
                 skipped = PART
             mbarrier.wait(kept_full.index(PART), turn & 1)
             k, v = kept_operands(kept_bufs, PART)
-            mbarrier.arrive(kept_free.index(PART), count=1)
+            release_kept(kept_free.index(PART), D, True)
             dk, dv = keys_of_block(
-                k, v, walked, still, g + skipped, tiles - skipped, scale, factor, STAGES, CAUSAL,
-                RAW, ROUND_S)  # fmt: skip
+                k, v, kept_free.index(PART), walked, still, g + skipped, tiles - skipped, scale,
+                factor, STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
             g += tiles
             turn += 1
             base = head.to(gl.int64) * Tk * D
@@ -242,10 +243,11 @@ def queries_consumer(
             mbarrier.wait(kept_full.index(PART), turn & 1)
             q, do = kept_operands(kept_bufs, PART)
             lse, delta = row_values(kept_bufs[2], kept_bufs[3], PART, 1)
-            mbarrier.arrive(kept_free.index(PART), count=1)
+            release_kept(kept_free.index(PART), D, True)
             dq = queries_of_block(
-                q, do, lse, delta, walked, still, g, tiles, first, full_tiles(start, Tk, CAUSAL),
-                Tk, scale, factor, STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
+                q, do, lse, delta, kept_free.index(PART), walked, still, g, tiles, first,
+                full_tiles(start, Tk, CAUSAL), Tk, scale, factor, STAGES, CAUSAL, RAW,
+                ROUND_S)  # fmt: skip
             g += tiles
             turn += 1
             store_rows(dq_ptr + head.to(gl.int64) * Tq * D, dq * scale, first, Tq)

@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import hopper_attention
 from .hopper_tiles import await_tile, hold, release, rounded_scores
@@ -49,32 +53,56 @@ def matrix(bufs, slot):
     return bufs.index(slot).reshape([bufs.shape[3], bufs.shape[4]])
 
 
+@gluon.constexpr_function
+def in_registers(D):
+    """Whether a consumer keeps its two blocks there, beside all else: 64 registers at D = 128."""
+    return D <= 64
+
+
 @gluon.jit
 def kept_operands(bufs, slot):
-    """The two blocks [ROWS, D] that a consumer keeps, from shared memory to registers."""
-    return matrix(bufs[0], slot).load(KEPT_LAYOUT), matrix(bufs[1], slot).load(KEPT_LAYOUT)
+    """The two blocks [ROWS, D] that a consumer keeps: in registers, or where they are."""
+    a, b = matrix(bufs[0], slot), matrix(bufs[1], slot)
+    if in_registers(a.shape[1]):
+        return a.load(KEPT_LAYOUT), b.load(KEPT_LAYOUT)
+    else:
+        return a, b
+
+
+@gluon.jit
+def release_kept(free, D: gl.constexpr, LOADED: gl.constexpr):
+    """Once both are read: LOADED, before the first tile if that was all; else after the last."""
+    if in_registers(D) == LOADED:
+        mbarrier.arrive(free, count=1)
+
+
+@gluon.jit
+def row_value(bufs, slot, AXIS: gl.constexpr):
+    """lse or delta of queries, which lie along the rows (AXIS 1 is left out) or the columns."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(AXIS, S_LAYOUT)
+    return gl.expand_dims(bufs.index(slot).reshape([WALKED]).load(LAYOUT), AXIS)
 
 
 @gluon.jit
 def row_values(lse_bufs, delta_bufs, slot, AXIS: gl.constexpr):
-    """lse and delta of the queries, which lie along the rows (AXIS 1 is left out) or columns."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(AXIS, S_LAYOUT)
-    lse = lse_bufs.index(slot).reshape([WALKED]).load(LAYOUT)
-    delta = delta_bufs.index(slot).reshape([WALKED]).load(LAYOUT)
-    return gl.expand_dims(lse, AXIS), gl.expand_dims(delta, AXIS)
+    """Both."""
+    return row_value(lse_bufs, slot, AXIS), row_value(delta_bufs, slot, AXIS)
+
+
+@gluon.jit
+def ask_product(a, bufs, slot):
+    """Start a x^T, in flight; a [ROWS, D] kept, x in buffer `slot`."""
+    zero = gl.full([ROWS, WALKED], 0.0, gl.float32, S_LAYOUT)
+    x = matrix(bufs, slot).permute((1, 0))
+    return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def ask_scores(a, b, walked, g, STAGES: gl.constexpr):
-    """Start S = a x^T and dP = b y^T of tile g, in flight; a, b [ROWS, D] in registers."""
+    """Start S = a x^T and dP = b y^T of tile g, in flight."""
     bufs, full, free = walked
     await_tile(full, g, STAGES)
-    x = matrix(bufs[0], g % STAGES).permute((1, 0))
-    y = matrix(bufs[1], g % STAGES).permute((1, 0))
-    zero = gl.full([ROWS, WALKED], 0.0, gl.float32, S_LAYOUT)
-    s = warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(b, y, zero, use_acc=False, is_async=True)
-    return s, dp
+    return ask_product(a, bufs[0], g % STAGES), ask_product(b, bufs[1], g % STAGES)
 
 
 @gluon.jit
@@ -99,12 +127,23 @@ def operand(x, dtype, D: gl.constexpr):
 
 
 @gluon.jit
+def hide_queries(p, CAUSAL: gl.constexpr):
+    """P [keys, queries] of the first tile, which begins with the query of the first key."""
+    if CAUSAL:
+        keys = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        queries = gl.arange(0, WALKED, gl.SliceLayout(0, S_LAYOUT))
+        p = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), p, 0.0)
+    return p
+
+
+@gluon.jit
 def keys_step(
     k, v, p, ds, dk, dv, walked, still, g, scale, factor, STAGES: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
     """P and dS of tile g, beside the products that add tile g - 1 to dK and dV."""
     bufs, full, free = walked
+    D: gl.constexpr = dk.shape[1]
     before = (g - 1) % STAGES
     s, dp = ask_scores(k, v, walked, g, STAGES)
     dv = ask_gradient(p, bufs[1], before, dv)
@@ -118,19 +157,15 @@ def keys_step(
     hold(still[1])
     dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
     release(free, g - 1, STAGES)
-    D: gl.constexpr = dk.shape[1]
     return operand(wide, p.dtype, D), operand(change, p.dtype, D), dk, dv
 
 
 @gluon.jit
-def keys_of_block(
-    k, v, walked, still, g, tiles, scale, factor, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    RAW: gl.constexpr, ROUND_S: gl.constexpr,
+def narrow_keys_of_block(
+    k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
 ):  # fmt: skip
-    """dK / alpha and dV [ROWS, D] over `tiles` tiles of queries from number g on.
-
-    Causal, the first tile begins with the query of the first key, and alone needs a mask.
-    """
+    """dK / alpha and dV [ROWS, D] over `tiles` tiles of queries from number g on."""
     bufs, full, free = walked
     D: gl.constexpr = k.shape[1]
     LAYOUT: gl.constexpr = gradient_layout(D)
@@ -139,11 +174,7 @@ def keys_of_block(
     s, dp = ask_scores(k, v, walked, g, STAGES)
     lse, delta = row_values(bufs[2], bufs[3], g % STAGES, 0)
     s = warpgroup_mma_wait(1, deps=(s,))
-    wide = weights(s, lse, scale, factor, RAW, ROUND_S)
-    if CAUSAL:
-        keys = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-        queries = gl.arange(0, WALKED, gl.SliceLayout(0, S_LAYOUT))
-        wide = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), wide, 0.0)
+    wide = hide_queries(weights(s, lse, scale, factor, RAW, ROUND_S), CAUSAL)
     hold(still[2])
     dp = warpgroup_mma_wait(0, deps=(dp,))
     change = wide * (dp - delta)
@@ -152,12 +183,97 @@ def keys_of_block(
         p, ds, dk, dv = keys_step(
             k, v, p, ds, dk, dv, walked, still, g + j, scale, factor, STAGES, RAW, ROUND_S
         )
+    release_kept(kept_free, D, False)
     last = g + tiles - 1
     dv = ask_gradient(p, bufs[1], last % STAGES, dv)
     dk = ask_gradient(ds, bufs[0], last % STAGES, dk)
     dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
     release(free, last, STAGES)
     return dk, dv
+
+
+# With D = 128 dK and dV take 128 registers: not S and dP, nor P and dS, are there at a time.
+
+
+@gluon.jit
+def add_values(wide, v, dv, walked, still, slot):
+    """(dS of the tile in `slot`, dV with it), from its P: dS is computed beside P^T dO."""
+    bufs, full, free = walked
+    D: gl.constexpr = dv.shape[1]
+    dp = ask_product(v, bufs[1], slot)
+    p = operand(wide, bufs[1].dtype, D)
+    dv = ask_gradient(p, bufs[1], slot, dv)
+    delta = row_value(bufs[3], slot, 0)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    change = wide * (dp - delta)
+    hold(still[1])
+    dv, p = warpgroup_mma_wait(0, deps=(dv, p))
+    return operand(change, p.dtype, D), dv
+
+
+@gluon.jit
+def wide_keys_step(
+    k, v, ds, dk, dv, walked, still, g, scale, factor, STAGES: gl.constexpr, RAW: gl.constexpr,
+    ROUND_S: gl.constexpr,
+):  # fmt: skip
+    """Tile g: P is computed beside the product that adds tile g - 1 to dK."""
+    bufs, full, free = walked
+    await_tile(full, g, STAGES)
+    s = ask_product(k, bufs[0], g % STAGES)
+    dk = ask_gradient(ds, bufs[0], (g - 1) % STAGES, dk)
+    lse = row_value(bufs[2], g % STAGES, 0)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    wide = weights(s, lse, scale, factor, RAW, ROUND_S)
+    hold(still[0])
+    dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
+    release(free, g - 1, STAGES)
+    ds, dv = add_values(wide, v, dv, walked, still, g % STAGES)
+    return ds, dk, dv
+
+
+@gluon.jit
+def wide_keys_of_block(
+    k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+):  # fmt: skip
+    """As `narrow_keys_of_block`."""
+    bufs, full, free = walked
+    D: gl.constexpr = k.shape[1]
+    LAYOUT: gl.constexpr = gradient_layout(D)
+    dk = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
+    dv = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
+    await_tile(full, g, STAGES)
+    s = ask_product(k, bufs[0], g % STAGES)
+    lse = row_value(bufs[2], g % STAGES, 0)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    wide = hide_queries(weights(s, lse, scale, factor, RAW, ROUND_S), CAUSAL)
+    ds, dv = add_values(wide, v, dv, walked, still, g % STAGES)
+    for j in range(1, tiles):
+        ds, dk, dv = wide_keys_step(
+            k, v, ds, dk, dv, walked, still, g + j, scale, factor, STAGES, RAW, ROUND_S
+        )
+    release_kept(kept_free, D, False)
+    last = g + tiles - 1
+    dk = ask_gradient(ds, bufs[0], last % STAGES, dk)
+    dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
+    release(free, last, STAGES)
+    return dk, dv
+
+
+@gluon.jit
+def keys_of_block(
+    k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+):  # fmt: skip
+    """dK / alpha and dV [ROWS, D] over `tiles` tiles of queries from number g on."""
+    if in_registers(k.shape[1]):
+        return narrow_keys_of_block(
+            k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES, CAUSAL, RAW, ROUND_S
+        )
+    else:
+        return wide_keys_of_block(
+            k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES, CAUSAL, RAW, ROUND_S
+        )
 
 
 # -- dQ -------------------------------------------------------------------------------------------
@@ -201,7 +317,7 @@ def queries_step(
 
 @gluon.jit
 def queries_of_block(
-    q, do, lse, delta, walked, still, g, tiles, first, whole, Tk, scale, factor,
+    q, do, lse, delta, kept_free, walked, still, g, tiles, first, whole, Tk, scale, factor,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
 ):  # fmt: skip
     """dQ / alpha [ROWS, D] over `tiles` tiles of keys from number g on; from `whole` on masked."""
@@ -221,6 +337,7 @@ def queries_of_block(
         ds, dq = queries_step(
             q, do, lse, delta, ds, dq, walked, still, g + j, first, start, Tk, scale, factor,
             STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
+    release_kept(kept_free, D, False)
     last = g + tiles - 1
     dq = ask_gradient(ds, bufs[0], last % STAGES, dq)
     dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
