@@ -268,8 +268,8 @@ def backward_refusal(
         if dtype != torch.bfloat16:
             return f"an input is {dtype}, not torch.bfloat16"
     D, DV = shapes[0][3], shapes[2][3]
-    if D != DV or D != 64:
-        return f"head dimensions {D} and {DV} are not both 64"
+    if D != DV or D not in (64, 128):
+        return f"head dimensions {D} and {DV} are not both 64 or both 128"
     if shapes[0][1] != shapes[1][1]:
         return f"{shapes[0][1]} heads of queries and {shapes[1][1]} of keys: grouped queries"
     return _refused_places(shapes, strides, addresses)

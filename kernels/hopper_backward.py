@@ -9,11 +9,11 @@ The same roundings in the same order as `kernels.triton_backward`, of which it s
 
 A program is two consumers, groups of four warps that own 64 rows of a block each, and a producer,
 one warp that asks the copy engine (TMA) for everything. What a consumer owns (K and V, or Q and
-dO) it keeps in registers, where it is the left operand of S and dP: so these two read half as much
-shared memory as they would, and the buffers are free for the program's next block at once. What it
-walks over (Q, dO, lse and delta, or K and V) comes in tiles of 64 rows through a ring of STAGES
-buffers that both consumers read. Tiles are numbered over all that a program reads, as in
-`kernels.hopper_forward`; steps are in `kernels.hopper_gradients`.
+dO) is the left operand of S and dP. At D = 64 it is kept in registers: so these two products read
+half as much shared memory as they would, and the buffers are free for the program's next block at
+once. What it walks over (Q, dO, lse and delta, or K and V) comes in tiles of 64 rows through a
+ring of STAGES buffers that both consumers read. Tiles are numbered over all that a program reads,
+as in `kernels.hopper_forward`; steps are in `kernels.hopper_gradients`.
 
 Order of sums: every number of dK, dV and dQ is summed over the same tiles of 64 rows, in the same
 order, as by the general kernel with blocks of 64 x 64 (dK, dV) and 128 x 64 (dQ).
@@ -38,7 +38,7 @@ from .hopper_gradients import (
     keys_of_block,
     queries_of_block,
     release_kept,
-    row_values,
+    row_value,
 )
 from .hopper_tiles import await_tile, release
 
@@ -242,7 +242,8 @@ def queries_consumer(
             tiles = key_tiles(start, Tk, CAUSAL)
             mbarrier.wait(kept_full.index(PART), turn & 1)
             q, do = kept_operands(kept_bufs, PART)
-            lse, delta = row_values(kept_bufs[2], kept_bufs[3], PART, 1)
+            lse = row_value(kept_bufs[2], PART, 1)
+            delta = row_value(kept_bufs[3], PART, 1)
             release_kept(kept_free.index(PART), D, True)
             dq = queries_of_block(
                 q, do, lse, delta, kept_free.index(PART), walked, still, g, tiles, first,

@@ -1,8 +1,8 @@
 """What a consumer of `kernels.hopper_backward` does: all tiles of its 64 rows, step by step.
 
-In a step S and dP of a tile are asked for, then the products that add the tile before to the
-gradients; P is computed beside dP and those, dS beside those alone. The assembler is free to sort
-this otherwise, hence `hold`.
+In a step S and dP of a tile are asked for, then the product that adds dS of the tile before to
+its gradient; P is computed beside those, and dS beside that product (dQ) or beside the one that
+adds P to dV (dK, dV). The assembler is free to sort this otherwise, hence `hold`.
 
 For dK and dV blocks are transposed, [keys, queries], so that P^T and dS^T are left operands and
 stay in registers.
@@ -84,12 +84,6 @@ def row_value(bufs, slot, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def row_values(lse_bufs, delta_bufs, slot, AXIS: gl.constexpr):
-    """Both."""
-    return row_value(lse_bufs, slot, AXIS), row_value(delta_bufs, slot, AXIS)
-
-
-@gluon.jit
 def ask_product(a, bufs, slot):
     """Start a x^T, in flight; a [ROWS, D] kept, x in buffer `slot`."""
     zero = gl.full([ROWS, WALKED], 0.0, gl.float32, S_LAYOUT)
@@ -138,126 +132,29 @@ def hide_queries(p, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def keys_step(
-    k, v, p, ds, dk, dv, walked, still, g, scale, factor, STAGES: gl.constexpr, RAW: gl.constexpr,
-    ROUND_S: gl.constexpr,
-):  # fmt: skip
-    """P and dS of tile g, beside the products that add tile g - 1 to dK and dV."""
-    bufs, full, free = walked
-    D: gl.constexpr = dk.shape[1]
-    before = (g - 1) % STAGES
-    s, dp = ask_scores(k, v, walked, g, STAGES)
-    dv = ask_gradient(p, bufs[1], before, dv)
-    dk = ask_gradient(ds, bufs[0], before, dk)
-    lse, delta = row_values(bufs[2], bufs[3], g % STAGES, 0)
-    s = warpgroup_mma_wait(3, deps=(s,))
-    wide = weights(s, lse, scale, factor, RAW, ROUND_S)
-    hold(still[0])
-    dp = warpgroup_mma_wait(2, deps=(dp,))
-    change = wide * (dp - delta)
-    hold(still[1])
-    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-    release(free, g - 1, STAGES)
-    return operand(wide, p.dtype, D), operand(change, p.dtype, D), dk, dv
-
-
-@gluon.jit
-def narrow_keys_of_block(
-    k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
-):  # fmt: skip
-    """dK / alpha and dV [ROWS, D] over `tiles` tiles of queries from number g on."""
-    bufs, full, free = walked
-    D: gl.constexpr = k.shape[1]
-    LAYOUT: gl.constexpr = gradient_layout(D)
-    dk = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
-    dv = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
-    s, dp = ask_scores(k, v, walked, g, STAGES)
-    lse, delta = row_values(bufs[2], bufs[3], g % STAGES, 0)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    wide = hide_queries(weights(s, lse, scale, factor, RAW, ROUND_S), CAUSAL)
-    hold(still[2])
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    change = wide * (dp - delta)
-    p, ds = operand(wide, k.dtype, D), operand(change, k.dtype, D)
-    for j in range(1, tiles):
-        p, ds, dk, dv = keys_step(
-            k, v, p, ds, dk, dv, walked, still, g + j, scale, factor, STAGES, RAW, ROUND_S
-        )
-    release_kept(kept_free, D, False)
-    last = g + tiles - 1
-    dv = ask_gradient(p, bufs[1], last % STAGES, dv)
-    dk = ask_gradient(ds, bufs[0], last % STAGES, dk)
-    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-    release(free, last, STAGES)
-    return dk, dv
-
-
-# With D = 128 dK and dV take 128 registers: not S and dP, nor P and dS, are there at a time.
-
-
-@gluon.jit
-def add_values(wide, v, dv, walked, still, slot):
-    """(dS of the tile in `slot`, dV with it), from its P: dS is computed beside P^T dO."""
-    bufs, full, free = walked
-    D: gl.constexpr = dv.shape[1]
-    dp = ask_product(v, bufs[1], slot)
-    p = operand(wide, bufs[1].dtype, D)
-    dv = ask_gradient(p, bufs[1], slot, dv)
-    delta = row_value(bufs[3], slot, 0)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    change = wide * (dp - delta)
-    hold(still[1])
-    dv, p = warpgroup_mma_wait(0, deps=(dv, p))
-    return operand(change, p.dtype, D), dv
-
-
-@gluon.jit
-def wide_keys_step(
     k, v, ds, dk, dv, walked, still, g, scale, factor, STAGES: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
-    """Tile g: P is computed beside the product that adds tile g - 1 to dK."""
+    """Tile g: P beside dP and dS^T Q of tile g - 1, then dS beside P^T dO.
+
+    P^T dO is asked for before the two are waited for: it needs P, which keeps P where it is.
+    """
     bufs, full, free = walked
-    await_tile(full, g, STAGES)
-    s = ask_product(k, bufs[0], g % STAGES)
+    D: gl.constexpr = dk.shape[1]
+    slot = g % STAGES
+    s, dp = ask_scores(k, v, walked, g, STAGES)
     dk = ask_gradient(ds, bufs[0], (g - 1) % STAGES, dk)
-    lse = row_value(bufs[2], g % STAGES, 0)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    lse = row_value(bufs[2], slot, 0)
+    s = warpgroup_mma_wait(2, deps=(s,))
     wide = weights(s, lse, scale, factor, RAW, ROUND_S)
-    hold(still[0])
-    dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
+    p = operand(wide, ds.dtype, D)
+    dv = ask_gradient(p, bufs[1], slot, dv)
+    dp, dk, ds = warpgroup_mma_wait(1, deps=(dp, dk, ds))
     release(free, g - 1, STAGES)
-    ds, dv = add_values(wide, v, dv, walked, still, g % STAGES)
-    return ds, dk, dv
-
-
-@gluon.jit
-def wide_keys_of_block(
-    k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
-):  # fmt: skip
-    """As `narrow_keys_of_block`."""
-    bufs, full, free = walked
-    D: gl.constexpr = k.shape[1]
-    LAYOUT: gl.constexpr = gradient_layout(D)
-    dk = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
-    dv = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
-    await_tile(full, g, STAGES)
-    s = ask_product(k, bufs[0], g % STAGES)
-    lse = row_value(bufs[2], g % STAGES, 0)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    wide = hide_queries(weights(s, lse, scale, factor, RAW, ROUND_S), CAUSAL)
-    ds, dv = add_values(wide, v, dv, walked, still, g % STAGES)
-    for j in range(1, tiles):
-        ds, dk, dv = wide_keys_step(
-            k, v, ds, dk, dv, walked, still, g + j, scale, factor, STAGES, RAW, ROUND_S
-        )
-    release_kept(kept_free, D, False)
-    last = g + tiles - 1
-    dk = ask_gradient(ds, bufs[0], last % STAGES, dk)
-    dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
-    release(free, last, STAGES)
-    return dk, dv
+    change = wide * (dp - row_value(bufs[3], slot, 0))
+    hold(still[0])
+    dv, p = warpgroup_mma_wait(0, deps=(dv, p))
+    return operand(change, p.dtype, D), dk, dv
 
 
 @gluon.jit
@@ -266,14 +163,33 @@ def keys_of_block(
     CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
 ):  # fmt: skip
     """dK / alpha and dV [ROWS, D] over `tiles` tiles of queries from number g on."""
-    if in_registers(k.shape[1]):
-        return narrow_keys_of_block(
-            k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES, CAUSAL, RAW, ROUND_S
+    bufs, full, free = walked
+    D: gl.constexpr = k.shape[1]
+    LAYOUT: gl.constexpr = gradient_layout(D)
+    slot = g % STAGES
+    dk = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
+    dv = gl.full([ROWS, D], 0.0, gl.float32, LAYOUT)
+    s, dp = ask_scores(k, v, walked, g, STAGES)
+    lse = row_value(bufs[2], slot, 0)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    wide = hide_queries(weights(s, lse, scale, factor, RAW, ROUND_S), CAUSAL)
+    p = operand(wide, k.dtype, D)
+    dv = ask_gradient(p, bufs[1], slot, dv)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    change = wide * (dp - row_value(bufs[3], slot, 0))
+    hold(still[1])
+    dv, p = warpgroup_mma_wait(0, deps=(dv, p))
+    ds = operand(change, k.dtype, D)
+    for j in range(1, tiles):
+        ds, dk, dv = keys_step(
+            k, v, ds, dk, dv, walked, still, g + j, scale, factor, STAGES, RAW, ROUND_S
         )
-    else:
-        return wide_keys_of_block(
-            k, v, kept_free, walked, still, g, tiles, scale, factor, STAGES, CAUSAL, RAW, ROUND_S
-        )
+    release_kept(kept_free, D, False)
+    last = g + tiles - 1
+    dk = ask_gradient(ds, bufs[0], last % STAGES, dk)
+    dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
+    release(free, last, STAGES)
+    return dk, dv
 
 
 # -- dQ -------------------------------------------------------------------------------------------
