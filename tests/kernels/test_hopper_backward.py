@@ -85,7 +85,7 @@ def test_exponentials_run_beside_the_products(
     built = compile_hopper(parse_numerics(text), kernel, head_dim=head_dim, causal=causal)
     assert built.matrix_instructions == ("wgmma.mma_async",)
     assert built.shared <= HOPPER_SHARED
-    assert built.spilled <= (128 if (kernel, head_dim) == ("grad_keys", 128) else 0)
+    assert built.spilled <= (0 if head_dim == 64 else 160)  # bytes, outside the loop over tiles
     assert "fma.rn.f32" not in built.ptx  # contraction would move a rounding
     # of each consumer's 32 of the first tile and 32 of a later one
     beside, hazards = beside_products(machine_code(built.cubin), "MUFU.EX2")
