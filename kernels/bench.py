@@ -138,9 +138,11 @@ def _ours(n: Numerics, probe: bool, shape: Shape, q, k, v, dO) -> Calls:
     return Calls(forward, backward)
 
 
-def _kernel(name: str, shape: Shape, q, k, v) -> str:
-    """Which of our forwards serves a call: "hopper" or "general"."""
+def _kernel(name: str, shape: Shape, direction: str, q, k, v, dO) -> str:
+    """Which of our kernels serves a call: "hopper" or "general"."""
     n, probe = OURS[name]
+    if direction == "backward":
+        return triton_attention.backward_kernel_name(dO, q, k, v, numerics=n)
     choices = dict(numerics=n, causal=shape.causal, scale=1 / math.sqrt(shape.head_dim))
     return triton_attention.forward_kernel_name(q, k, v, probe=probe, **choices)
 
@@ -278,8 +280,8 @@ def measure(shape: Shape, names=IMPLEMENTATIONS, directions=DIRECTIONS, progress
             continue
         for direction in directions:
             row = _timed(shape, name, direction, getattr(calls, direction))
-            if name in OURS and direction == "forward":
-                row["kernel"] = _kernel(name, shape, q, k, v)
+            if name in OURS:
+                row["kernel"] = _kernel(name, shape, direction, q, k, v, dO)
             rows.append(row)
         del calls
     return rows
