@@ -142,7 +142,7 @@ def _kernel(name: str, shape: Shape, direction: str, q, k, v, dO) -> str:
     """Which of our kernels serves a call: "hopper" or "general"."""
     n, probe = OURS[name]
     if direction == "backward":
-        return triton_attention.backward_kernel_name(dO, q, k, v, numerics=n)
+        return triton_attention.backward_kernel_name(dO, q, k, v, numerics=n, causal=shape.causal)
     choices = dict(numerics=n, causal=shape.causal, scale=1 / math.sqrt(shape.head_dim))
     return triton_attention.forward_kernel_name(q, k, v, probe=probe, **choices)
 

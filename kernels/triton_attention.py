@@ -416,7 +416,7 @@ def forward_kernel_name(
 
 
 def backward_kernel_name(
-    dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *, numerics: Numerics
+    dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *, numerics: Numerics, causal: bool
 ) -> str:
     """Which backward serves a call on tensors on their grid: "hopper" (Gluon) or "general"."""
     tensors = (q, k, v, dO)
@@ -427,6 +427,7 @@ def backward_kernel_name(
         strides=[x.stride() for x in tensors],
         addresses=[x.data_ptr() for x in tensors],
         capability=_capability(q.device),
+        causal=causal,
     )
     return "hopper" if refused is None else "general"
 
@@ -529,11 +530,11 @@ def backward(
     Hkv, Tk, DV = *k.shape[1:3], v.shape[3]
     number, seed = seed, _seed_tensor(seed, n, lse)
     q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
-    if blocks is None and backward_kernel_name(dO, q, k, v, numerics=n) == "hopper":
+    choices = dict(numerics=n, causal=causal)
+    if blocks is None and backward_kernel_name(dO, q, k, v, **choices) == "hopper":
         with _on(device):
             deltas = _deltas(n, dO, out, delta_output, number, seed)
-        choices = dict(numerics=n, causal=causal, scale=scale)
-        return hopper_attention.backward(dO, q, k, v, lse, *deltas, **choices)
+        return hopper_attention.backward(dO, q, k, v, lse, *deltas, scale=scale, **choices)
     itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype, dO.dtype))
     limit = _shared_limit(device)
 

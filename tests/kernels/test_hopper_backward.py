@@ -18,18 +18,18 @@ def shapes(T, D, heads=4):
 
 
 CALL = dict(dtypes=[torch.bfloat16] * 4, addresses=[512, 1024, 1536, 2048], capability=(9, 0))
-CALL |= shapes(1024, 64)
+CALL |= shapes(1024, 64) | dict(causal=True)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize(
     "text",
     ["flash", "paper", "stabilized", "flash,tile=64", "paper,output_bits=2",
      "paper,delta_output=fp32", "paper,delta_error=mirror"],
 )  # fmt: skip
-def test_served(text, head_dim):
-    call = CALL | shapes(1024, head_dim)
-    assert hopper_attention.backward_refusal(parse_numerics(text), **call) is None
+def test_served(text):
+    assert hopper_attention.backward_refusal(parse_numerics(text), **CALL) is None
+    full = CALL | shapes(512, 64) | dict(causal=False)
+    assert hopper_attention.backward_refusal(parse_numerics(text), **full) is None
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,8 @@ def test_served(text, head_dim):
         ("flash", dict(dtypes=[torch.bfloat16] * 3 + [torch.float32]), "float32"),
         ("flash", shapes(1024, 80), "dimensions 80 and 80"),
         ("flash", shapes(1024, 64, heads=2), "grouped queries"),
+        ("flash", shapes(512, 64), "sees 256 keys on average"),
+        ("flash", shapes(1024, 128), "dimension 128 has not been timed"),
         ("flash", dict(addresses=[512, 1024, 1536, 2056]), "16 bytes"),
         ("flash", dict(strides=[(76_800, 0, 64, 1)] * 4), "strides"),
         ("paper,delta=dP_P", {}, "delta=dP_P"),
