@@ -48,7 +48,7 @@ def arm_tables(rows: Sequence[Mapping]) -> Markdown:
     """
     parts, aside = [], by_onset(rows)
     if aside:
-        parts.append("Forks of a run that showed an onset and no divergence stand further down.")
+        parts.append("Forks that are judged by the onset of an unchanged one stand further down.")
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         for kind, title in OTHER.items():
             mine = [row for row in of_experiment(rows, kind) if row["recipe"] == recipe]
@@ -63,15 +63,24 @@ def arm_tables(rows: Sequence[Mapping]) -> Markdown:
 # -- forks side by side ---------------------------------------------------------------------------
 
 
-def fork_group(rows: Sequence[Mapping]) -> list[Mapping]:
-    """All forks from the one state from which most of them start, the control first."""
-    forks = [row for row in rows if row["forked_at"] is not None]
-    places = [(r["recipe"], r["seed"], r["forked_at"], r["source"]["code"]) for r in forks]
-    if not forks:
-        return []
-    most = max(dict.fromkeys(places), key=places.count)
-    mine = [row for row, place in zip(forks, places) if place == most]
-    return sorted(mine, key=lambda r: r["arm"] != CONTROL)
+def fork_groups(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
+    """'tiny, seed 0, from step 900' -> all forks from that state of one code, the control first.
+
+    States from which most forks start come first; of one fork alone nothing can be compared.
+    """
+    found: dict[tuple, list[Mapping]] = {}
+    for row in rows:
+        if row["forked_at"] is not None:
+            place = row["recipe"], row["seed"], row["forked_at"], row["source"]["code"]
+            found.setdefault(place, []).append(row)
+    groups = {}
+    for place, forks in sorted(found.items(), key=lambda item: -len(item[1])):
+        if len(forks) > 1:
+            recipe, seed, start, code = place
+            name = f"{recipe}, seed {seed}, from step {start:,}"
+            name += f", code {code}" if name in groups else ""
+            groups[name] = sorted(forks, key=lambda r: r["arm"] != CONTROL)
+    return groups
 
 
 def control_of(forks: Sequence[Mapping]) -> Mapping | None:
@@ -81,12 +90,22 @@ def control_of(forks: Sequence[Mapping]) -> Mapping | None:
 
 def by_onset(rows: Sequence[Mapping]) -> set[str]:
     """Runs of the forks that are judged by the onset of their control."""
-    forks = fork_group(rows)
-    return {row["run"] for row in forks} if control_of(forks) else set()
+    groups = [forks for forks in fork_groups(rows).values() if control_of(forks)]
+    return {row["run"] for forks in groups for row in forks}
+
+
+def compared_to(forks: Sequence[Mapping]) -> int:
+    """The step up to which all forks but those that failed are known."""
+    return min(row["steps"] for row in forks if row["kind"] not in FAILED)
 
 
 def late_mean(row: Mapping, name: str, end: int) -> float | None:
-    """Mean of a signal of the worst head over the LATE steps up to `end`; None if not recorded."""
+    """Mean of a signal of the worst head over the LATE steps up to `end`.
+
+    None if it is not recorded, and of a fork that failed before.
+    """
+    if row["steps"] < end:
+        return None
     steps, values = curve(row, name)
     late = values[(steps >= end - LATE) & (steps <= end) & ~np.isnan(values)]
     return float(late.mean()) if len(late) else None
@@ -94,9 +113,7 @@ def late_mean(row: Mapping, name: str, end: int) -> float | None:
 
 def fork_table(forks: Sequence[Mapping]) -> Markdown:
     """Outcome of each fork, and what its worst head showed before the shortest one ended."""
-    if not forks:
-        return Markdown("*No fork on a GPU is archived yet.*")
-    end = min(row["steps"] for row in forks)
+    end = compared_to(forks)
     lines = []
     for row in forks:
         ties, norm = (late_mean(row, name, end) for name in ("tie_rate", "spectral_norm_q"))
@@ -113,17 +130,18 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
     words = (
         f"Forks in recipe {forks[0]['recipe']}, seed {forks[0]['seed']}, from step "
         f"{forks[0]['forked_at']:,}, on the same batches. *Tied rows* (share) and *norm*: worst "
-        f"head, mean over the {LATE:,} steps up to {end:,}, where the shortest fork ended. Where "
-        "no score is rounded, rows do not tie."
+        f"head, mean over the {LATE:,} steps up to {end:,}, where the shortest fork that did not "
+        "fail ended. Where no score is rounded, rows do not tie."
     )
     return Markdown(f"{words}\n\n{markdown_table(header, lines).data}")
 
 
 def fork_figure(forks: Sequence[Mapping]) -> Captioned:
-    """Ties, norm and held-out loss of forks from one state."""
+    """Ties, norm and held-out loss of forks from one state; of those that did not fail at once."""
     metrics = ["tie_rate", "spectral_norm_q", "held_out_loss"]
     words = f"Forks from step {forks[0]['forked_at']:,}, worst head at each step."
-    return captioned_panels(forks, metrics, words, "Three panels over the steps.")
+    lived = [row for row in forks if len(curve(row, "tie_rate")[0]) > 1]
+    return captioned_panels(lived, metrics, words, "Three panels over the steps.")
 
 
 def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
@@ -136,7 +154,7 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     others = [row for row in forks if row is not control]
     if control is None or not others:
         return ""
-    end, due = min(row["steps"] for row in forks), control["onset_step"]
+    end, due = compared_to(forks), control["onset_step"]
     ties = late_mean(control, "tie_rate", end)
     told = [
         f"Forks of one state in bf16 ({control['recipe']}, seed {control['seed']}, step "
@@ -145,20 +163,29 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     ]
     for row in others:
         share = late_mean(row, "tie_rate", end)
-        sign = "no sign" if row["onset_step"] is None else f"onset at {row['onset_step']:,}"
-        told.append(f"{row['label']}: {number(share, 2)}, {sign} by {row['steps']:,}")
-    outlived = sum(is_healthy(r["steps"], due) for r in others if r["onset_step"] is None)
+        ties = "" if share is None else f"{number(share, 2)}, "
+        told.append(f"{row['label']}: {ties}{_sign(row)}")
+    alive = [r for r in others if r["onset_step"] is None and r["kind"] not in FAILED]
+    outlived = sum(is_healthy(r["steps"], due) for r in alive)
     words = "; ".join(told) + (
-        f". {outlived} of {len(others)} went on for {HEALTHY_FACTOR:g} times the control's steps "
-        "to its onset, as a judgement asks."
+        f". Of the {len(alive)} forks without a sign {outlived} went on for {HEALTHY_FACTOR:g} "
+        "times the control's steps to its onset, as a judgement asks."
     )
-    moved = known is not None and known.get("code") != control["source"]["code"]
-    if moved and known["onset_step"] is not None:
+    moved = known is not None and known["onset_step"] not in (None, due)
+    if moved and known.get("code") != control["source"]["code"]:
         words += (
             f" Trained from scratch with other code the same seed had its onset at "
             f"{known['onset_step']:,}: the last bits of other operations move it."
         )
     return words
+
+
+def _sign(row: Mapping) -> str:
+    """'onset at 4,400', 'nonfinite at 3,600' or 'no sign by 5,599'."""
+    if row["kind"] in FAILED:
+        return step_text(row)
+    onset = row["onset_step"]
+    return f"no sign by {row['steps']:,}" if onset is None else f"onset at {onset:,}"
 
 
 def attribution_words(rows: Sequence[Mapping]) -> list[str]:

@@ -14,13 +14,13 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS, is_healthy
 
-from .bf16_arms import attribution_words, fork_group, fork_words
+from .bf16_arms import attribution_words, fork_groups, fork_words
 from .captions import Captioned
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
 from .onsets import failed_twins, judged
 from .record_figures import captioned_panels
-from .records import FAILED, failed_steps
+from .records import FAILED, failed_steps, one_a_seed
 from .regimes import RECIPES
 from .signs import signs, signs_words
 from .survival import share_interval
@@ -66,19 +66,9 @@ def _recipe_of(experiment: str) -> str:
 
 
 def of(rows: Sequence[Mapping], recipe: str, arm: str) -> list[Mapping]:
-    """The runs from scratch of one arm of a recipe, by seed.
-
-    A run that the clock cut gives way to a longer one of the same seed.
-    """
-    mine = [r for r in rows if (r["recipe"], r["arm"]) == (recipe, arm)]
-    mine = [r for r in mine if r["forked_at"] is None]
-    longest = {seed: max(r["steps"] for r in mine if r["seed"] == seed) for seed in _seeds(mine)}
-    kept = [r for r in mine if not cut_by_clock(r) or r["steps"] == longest[r["seed"]]]
-    return sorted(kept, key=lambda r: r["seed"])
-
-
-def _seeds(rows: Sequence[Mapping]) -> set[int]:
-    return {row["seed"] for row in rows}
+    """The runs from scratch of one arm of a recipe, one a seed (`book.records.one_a_seed`)."""
+    mine = one_a_seed([r for r in rows if (r["recipe"], r["arm"]) == (recipe, arm)])
+    return sorted(mine, key=lambda r: r["seed"])
 
 
 def best_recipe(rows: Sequence[Mapping]) -> str | None:
@@ -266,7 +256,8 @@ def pace_of(row: Mapping) -> float | None:
 
 def success_table(rows: Sequence[Mapping]) -> Markdown:
     """Per recipe: the share of seeds in which low precision diverged, with its interval, beside
-    the twin and PyTorch's own attention."""
+    the twin and PyTorch's own attention. A verdict needs VERDICT_RUNS of
+    it, and for each that failed a twin that failed as well or is healthy."""
     if not rows:
         return Markdown("*No success rate: nothing was run.*")
     lines = []
@@ -281,7 +272,9 @@ def success_table(rows: Sequence[Mapping]) -> Markdown:
         others = [_fates(of(rows, recipe, arm)) for arm in ARMS[1:]]
         told = [span(sorted(row["diverged_step"] for row in failed))]
         told += [", ".join(f"{m:.1f}" for m in minutes) or "none"]
-        kind = "verdict" if len(low) >= VERDICT_RUNS else "observed"
+        twins = {r["seed"] for r in of(rows, recipe, ARMS[1]) if r["kind"] in (*FAILED, "healthy")}
+        told_of_all = all(row["seed"] in twins for row in failed)
+        kind = "verdict" if len(low) >= VERDICT_RUNS and told_of_all else "observed"
         lines.append([recipe, f"{len(failed)} of {len(low)}", spread, *told, *others, kind])
     if not lines:
         return Markdown("*No low-precision run has come to an end yet.*")
@@ -347,18 +340,19 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
 
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
-    found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows)]
-    found += [line for line in (forks_line(rows),) if line]
+    found = [standing(rows).data, *recipe_lines(rows), *signs_words(one_a_seed(rows))]
+    found += forks_lines(rows)
     found += attribution_words(rows)
     return Markdown("\n".join([*(f"- {line}" for line in found), *dials.splitlines()]))
 
 
-def forks_line(rows: Sequence[Mapping]) -> str:
-    """`bf16_arms.fork_words`, beside the run from scratch that the forks belong to; '' of none."""
-    forks = fork_group(rows)
-    low = of(rows, forks[0]["recipe"], "low") if forks else []
-    low = [row for row in low if row["seed"] == forks[0]["seed"]]
-    return fork_words(forks, low[0] if low else None)
+def forks_lines(rows: Sequence[Mapping]) -> list[str]:
+    """`bf16_arms.fork_words` of each group, beside the run from scratch that it belongs to."""
+    told = []
+    for forks in fork_groups(rows).values():
+        low = {row["seed"]: row for row in of(rows, forks[0]["recipe"], "low")}
+        told.append(fork_words(forks, low.get(forks[0]["seed"])))
+    return [line for line in told if line]
 
 
 def recipe_lines(rows: Sequence[Mapping]) -> list[str]:

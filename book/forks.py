@@ -7,9 +7,10 @@ step.
 
 Where the failing run has an onset and no divergence (`Experiment.onsets`), shares of a failure do
 not exist. Then forks start at BEFORE_ONSET of the steps to the onset and end at AFTER_ONSET of
-them; the parent is trained no farther than to where they start. The onset's own head leads the
-groups of heads where it is known. A fork is judged by onset against the fork with delta from an
-fp32 O, whose running maximum begins where the forks do.
+them, so that a fork without one can outlive it by `gpt2.outcomes.HEALTHY_FACTOR`; the parent is
+trained no farther than to where they start. The onset's own head leads the groups of heads where
+it is known. A fork is judged by onset against the fork with delta from an fp32 O, whose running
+maximum begins where the forks do.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .experiments import Arm, Experiment
 Heads = dict[int, tuple[int, ...]]  # layer -> heads
 
 BEFORE_ONSET = 0.9
-AFTER_ONSET = 1.4
+AFTER_ONSET = 1.6
 
 
 def fork_step(parent: Run | None, at: int | float, onset: Onset | None = None) -> int:

@@ -72,6 +72,29 @@ def failed_steps(rows: Sequence[Mapping]) -> list[int]:
     return sorted(failed_step(r) for r in rows if r["kind"] in FAILED)
 
 
+def one_a_seed(rows: Sequence[Mapping]) -> list[Mapping]:
+    """Runs from scratch, by recipe, arm and seed one: a repetition is no further seed.
+
+    Of several the newest that came to its end counts, else the longest. rows: with "recipe",
+    oldest first.
+    """
+    counts: dict[tuple, Mapping] = {}
+    for row in rows:
+        if row.get("forked_at") is not None:
+            continue
+        key = row["recipe"], row["arm"], row["seed"]
+        if key not in counts or _rank(row) >= _rank(counts[key]):
+            counts[key] = row
+    return list(counts.values())
+
+
+def _rank(row: Mapping) -> tuple[bool, int]:
+    """Of runs that ended all the same, of cut ones by their length."""
+    cut = row.get("status") == "interrupted" and "as asked" not in (row.get("message") or "")
+    ended = not cut or row["kind"] in (*FAILED, "healthy")
+    return ended, 0 if ended else row["steps"]
+
+
 def worst_heads(metrics: Mapping, onset: Onset | None = None) -> dict[str, dict | None]:
     """The worst head by each signal of the onset rule, "end" at the last probe and at the "onset".
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
+from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
+
 from ..chapter1 import dial_points
+from ..evidence import Archive
 from ..records import FAILED
 from ..survival import fit
 from .findings import (
@@ -13,12 +18,15 @@ from .findings import (
     Evidence,
     Finding,
     combine,
+    fraction_bits,
     numerics_of,
+    recipe_of,
     rule,
+    rule_over_all,
     standing,
     untested,
 )
-from .runs import common, failing_rows, names
+from .runs import common, ended_short, failing_rows, names
 from .shares import mean_interval, wilson
 
 
@@ -86,17 +94,19 @@ def costs_nothing(
     """Claimed: `arm` ends with the held-out loss of `against`, up to `most` nats, by seed.
 
     supported: the 95 % interval of the mean difference lies below `most`;
-    not supported: above it; partly: `most` lies inside.
+    not supported: above it; partly: `most` lies inside. Runs that were cut, and a single pair,
+    which has no interval, say nothing.
     """
     archive = evidence.archive(experiment)
-    rows, others = ([], []) if archive is None else (archive.arm(arm), archive.arm(against))
+    found = [] if archive is None else [r for r in archive.rows if not ended_short(r)]
+    rows, others = ([r for r in found if r["arm"] == name] for name in (arm, against))
     base = {r["seed"]: r["held_out_loss"] for r in others if r["kind"] not in FAILED}
     gaps = [
         r["held_out_loss"] - base[r["seed"]]
         for r in rows
         if r["kind"] not in FAILED and r["seed"] in base
     ]
-    if not gaps:
+    if len(gaps) < 2:
         return untested()
     mean = mean_interval(gaps)
     verdict = SUPPORTED if mean.high <= most else NOT_SUPPORTED if mean.low > most else PARTLY
@@ -154,3 +164,75 @@ def stays_finite(evidence: Evidence, experiment: str, *, arms: list[str]) -> Fin
         more = common(experiment, archive, rows)
         parts.append(standing(verdict, effect, runs, strength=strength, **more))
     return combine(parts or [untested()])
+
+
+@rule_over_all
+def holds_off(
+    evidence: Evidence,
+    experiments: Sequence[str],
+    *,
+    arms: str | list[str],
+    bits: int,
+    control: str = "same",
+) -> Finding:
+    """Claimed: forks of each of `arms` show no onset where `control`, unchanged, shows one.
+
+    Forks of one state on the same batches; bits: where the control rounds O_bar to so many. A fork
+    counts if it showed an onset or failed, or lived 1.5 times the steps to the control's onset.
+    supported: none showed either; not supported: at least 4 of 5 did; partly: in between.
+    """
+    due, parts, short = {}, [], 0
+    for _, archive, row in _forks(evidence, experiments):
+        onset = row["onset_step"] if row["arm"] == control else None
+        if onset is not None and fraction_bits(row) == bits:
+            due[_place(archive, row)] = onset
+    if not due:
+        return untested(f"no fork without a change shows an onset with {bits} fraction bits")
+    for arm in names(arms):
+        counted = []
+        for name, archive, row in _forks(evidence, experiments):
+            onset = due.get(_place(archive, row))
+            if row["arm"] != arm or onset is None:
+                continue
+            if _showed(row) or is_healthy(row["steps"], onset):
+                counted.append((name, archive, row))
+            else:
+                short += 1
+        if counted:
+            parts.append(_held_off(counted))
+    why = f"{short} fork{'s' * (short > 1)} without a sign ended before {HEALTHY_FACTOR:g} times "
+    why += "the steps to the control's onset"
+    return combine(parts or [untested(why) if short else untested()])
+
+
+def _forks(evidence: Evidence, experiments: Sequence[str]) -> Iterator[tuple]:
+    """(experiment, archive, row) of each fork, each run once."""
+    seen = set()
+    for name in experiments:
+        archive = evidence.archive(name)
+        for row in archive.rows if archive is not None else ():
+            if row["forked_at"] is not None and row["run"] not in seen:
+                seen.add(row["run"])
+                yield name, archive, row
+
+
+def _place(archive: Archive, row: Mapping) -> tuple:
+    """What forks of one state have in common."""
+    code = archive.provenance.get("code")
+    return recipe_of(archive, row), row["seed"], row["forked_at"], code
+
+
+def _showed(row: Mapping) -> bool:
+    return row["kind"] in FAILED or row["onset_step"] is not None
+
+
+def _held_off(counted: Sequence[tuple[str, Archive, Mapping]]) -> Finding:
+    rows = [row for _, _, row in counted]
+    hits, runs = sum(map(_showed, rows)), len(rows)
+    verdict = NOT_SUPPORTED if hits >= MOST * runs else PARTLY if hits else SUPPORTED
+    share = wilson(hits, runs)
+    strength = share.low if verdict == NOT_SUPPORTED else 1 - share.high
+    words = f"{rows[0]['label']}: an onset or a failure in {hits} of {runs} forks"
+    words += f" ({100 * share.low:.0f} to {100 * share.high:.0f} %)"
+    name, archive, _ = counted[0]
+    return standing(verdict, words, runs, strength=strength, **common(name, archive, rows))

@@ -34,6 +34,7 @@ from kernels.scope import ScopedNumerics
 from .. import RESULTS
 from ..evidence import Archive, archives
 from ..experiments import EXPERIMENTS
+from ..records import one_a_seed
 from ..regimes import get_recipe
 
 SUPPORTED, PARTLY, NOT_SUPPORTED = "supported", "partly", "not supported here"
@@ -191,7 +192,8 @@ class Evidence:
 
 
 def _of_recipe(archive: Archive, recipe: str) -> Archive:
-    return replace(archive, rows=[r for r in archive.rows if r["recipe"] == recipe])
+    rows = [row for row in archive.rows if row["recipe"] == recipe]
+    return replace(archive, rows=one_a_seed(rows))
 
 
 def source(name: str, archive: Archive) -> str:

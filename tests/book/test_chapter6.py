@@ -267,7 +267,10 @@ def test_a_run_that_was_cut_gives_way_to_a_longer_one():
     whole = common | {"status": "interrupted", "message": "stopped, as asked", "steps": 1_800}
     assert c6.of([cut, whole], "r", "low") == [whole]
     assert c6.of([cut], "r", "low") == [cut]
-    assert c6.of([whole, whole], "r", "low") == [whole, whole]
+    again = whole | {"steps": 1_801}
+    assert c6.of([whole, again, cut], "r", "low") == [again]  # a repetition is no further seed
+    failed = whole | {"kind": "diverged", "steps": 500}
+    assert c6.of([failed, cut], "r", "low") == [failed]
 
 
 def test_recipes_that_were_not_tried_are_named_below_the_table(tmp_path):
@@ -297,24 +300,30 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
         tmp_path, "recipes", [late | {"code": "old"}, row("tiny", "delta_fp32", 0, "stable", 900)]
     )
     control = fork("same", "onset", 12_500, 0.5, onset_step=11_900)
-    save(tmp_path, "failure-forked-tiny", [fork("delta_fp32", "stable", 12_400, 0.1), control])
+    lost = fork("sfa7", "nonfinite", 9_000, 0.1, nonfinite_step=9_000)
+    twin = fork("delta_fp32", "stable", 12_400, 0.1)
+    save(tmp_path, "failure-forked-tiny", [lost, twin, control])
     save(tmp_path, "errors-forked-tiny", [fork("mirror", "stable", 12_000, 0.2)])
     rows = read(tmp_path)
-    forks = arms.fork_group(rows)
-    assert [r["arm"] for r in forks] == ["same", "delta_fp32", "mirror"]
+    (name, forks), *others = arms.fork_groups(rows).items()
+    assert name == "tiny, seed 0, from step 9,000" and not others
+    assert [r["arm"] for r in forks] == ["same", "sfa7", "delta_fp32", "mirror"]
     table = arms.fork_table(forks).data
-    assert "up to 12,000, where the shortest" in table
+    assert "up to 12,000, where the shortest" in table  # the one that failed aside
+    assert "| sfa7 | `sfa7` | nonfinite at 9,000 | none | none | 1.500 |" in table
     assert "| mirror | `mirror` | stable to 12,000 | 0.200 | 20.0 | 1.500 |" in table
     assert "stand further down" in arms.arm_tables(rows).data
     assert "| mirror |" not in arms.arm_tables(rows).data
-    told = c6.forks_line(rows)
+    (told,) = c6.forks_lines(rows)
+    assert "sfa7: nonfinite at 9,000" in told
     assert "onset came at step 11,900, with 0.50 of" in told
-    assert "mirror: 0.20, no sign by 12,000. 0 of 2 went on" in told
+    assert "mirror: 0.20, no sign by 12,000. Of the 2 forks without a sign 0 went on" in told
     assert "other code the same seed had its onset at 11,000" in told
     assert told in c6.what_you_saw(rows, "").data
     assert "onset at 11,900" in str(arms.fork_figure(forks))
     without = [r for r in rows if r["arm"] != "same"]
-    assert c6.forks_line(without) == "" and "No fork" in arms.fork_table([]).data
+    assert c6.forks_lines(without) == [] and arms.by_onset(without) == set()
+    assert arms.fork_groups([control | {"source": {"code": "new"}}]) == {}  # one alone
 
 
 def test_bf16_that_outlives_the_predicted_interval_refutes_the_line(tmp_path):
@@ -337,7 +346,7 @@ def test_a_price_rests_on_the_speed_of_training_and_forks_by_an_onset_are_short(
     experiment = failure_forked("tiny")
     left = missing_runs(experiment, "tiny", rows)
     forks = sum(arm.at is not None for arm, _ in left)
-    hours = (forks * 0.5 + (len(left) - forks) * 1.5) * 10_000 / 500 / 3600
+    hours = (forks * 0.7 + (len(left) - forks) * 1.5) * 10_000 / 500 / 3600
     assert f"| {len(left)} | {hours:.1f} | `python -m book.evidence failure-forked" in (
         remaining_table(rows).data
     )

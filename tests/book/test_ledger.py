@@ -10,6 +10,7 @@ import yaml
 from book import ROOT
 from book.evidence import parser
 from book.experiments import EXPERIMENTS
+from book.gpu_experiments import BUILDERS
 from book.ledger import CLAIMS, ClaimError, Evidence, evaluate, page, read_claims, stale
 from book.ledger.__main__ import main
 from book.ledger.claims import GIVEN, WRITTEN, write_claims
@@ -63,7 +64,8 @@ def runs_what_exists(command: str) -> None:
     assert pkgutil.resolve_name(words[2])
     if words[2] == "book.evidence":
         asked = parser().parse_args(words[3:])
-        assert set(asked.names) <= set(EXPERIMENTS) and asked.names
+        known = EXPERIMENTS if asked.recipe is None else BUILDERS
+        assert set(asked.names) <= set(known) and asked.names
         assert asked.recipe is None or get_recipe(asked.recipe)
 
 

@@ -522,6 +522,41 @@ def test_computations_turn(name, monkeypatch):
     assert verdict(None, name, (), **not_so) == NOT_SUPPORTED
 
 
+def test_holds_off(archived):
+    """Forks are judged beside the unchanged fork of their state, once they outlived its onset."""
+
+    def forks(name, seeds, onset=None, steps=3000, kind="stable", at=900):
+        kinds = [kind if onset is None else "onset"] * len(seeds)
+        made = arm(name, *kinds, attention="paper", forked_at=at)
+        more = {"onset_step": onset, "steps": steps}
+        return [r | more | {"seed": s, "run": f"{name}{s}{at}"} for r, s in zip(made, seeds)]
+
+    five = range(5)
+    control = forks("same", five, onset=1000)
+    evidence = archived(**{
+        "a": control + forks("good", five) + forks("bad", five, onset=1100)
+        + forks("cut", five, steps=1499) + forks("lost", five, kind="nonfinite", steps=901)
+        + forks("mixed", five[:2], onset=1100) + forks("mixed", five[2:])
+        + forks("elsewhere", five, onset=1100, at=800),
+        "b": forks("beside", five) + forks("good", five),
+        "alone": forks("good", five),
+    })  # fmt: skip
+    asked = dict(bits=7)
+
+    def told(arms, *names):
+        return apply("holds_off", asked | {"arms": arms}, evidence, names)
+
+    wanted = {"good": SUPPORTED, "bad": NOT_SUPPORTED, "cut": NOT_TESTED, "lost": NOT_SUPPORTED,
+              "mixed": PARTLY, "elsewhere": NOT_TESTED}  # fmt: skip
+    assert {name: told(name, "a").verdict for name in wanted} == wanted
+    assert "5 forks without a sign ended before 1.5 times" in told("cut", "a").effect
+    assert told("good", "a", "b").runs == 5  # each run once
+    assert told("beside", "a", "b").verdict == SUPPORTED
+    assert told("good", "alone").verdict == NOT_TESTED
+    assert told(["good", "bad"], "a").verdict == PARTLY
+    assert apply("holds_off", {"arms": "good", "bits": 2}, evidence, ["a"]).verdict == NOT_TESTED
+
+
 def test_every_rule_is_turned_by_a_test_of_this_file():
     text = open(__file__).read()
     for name in RULES:

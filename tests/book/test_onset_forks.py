@@ -25,7 +25,7 @@ def test_an_onset_places_forks_whatever_share_is_asked():
     sign = Onset(12_200, "tie_rate", 1, 0, 0.3, 0.09)
     assert fork_step(None, 0.25, sign) == fork_step(None, 0.5, sign) == 10_980
     assert fork_step(None, 250, sign) == 250
-    assert fork_end(None, 1.5, sign) == 17_100
+    assert fork_end(None, 1.5, sign) == 19_600
 
 
 def test_the_parent_is_trained_to_where_forks_start_and_the_twin_comes_along():
