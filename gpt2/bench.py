@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,6 +155,7 @@ def measure(
         "micro_batch": trainer.micro,
         "dtype": config.dtype,
         "compiled": trainer.compiled,
+        "by_block": trainer.compiled and config.compile == "blocks",
         "cuda_graph": trainer.graph is not None,
         "grad_reduce_dtype": config.grad_reduce_dtype,
         "parameters": trainer.model.count_parameters(positions=True),
@@ -210,6 +212,14 @@ def bench(presets, implementations, *, limit_s: float, overrides: dict, say=None
     return found if group.writer else {}
 
 
+def settings(told: Sequence[str]) -> dict[str, str]:
+    """{"compile": "blocks"} of ["compile=blocks"]. Raises ValueError for what is no setting."""
+    for text in told:
+        if "=" not in text:
+            raise ValueError(f"--set {text!r} is no setting; write it as key=value")
+    return dict(text.split("=", 1) for text in told)
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m gpt2.bench",
@@ -227,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
             args.presets.split(","),
             args.implementations.split(","),
             limit_s=args.limit_s,
-            overrides=dict(item.split("=", 1) for item in args.set),
+            overrides=settings(args.set),
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -103,6 +103,13 @@ def parser() -> argparse.ArgumentParser:
         "--numerics", help="whose speed: flash,paper (default; exact,paper with --device cpu)"
     )
     p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of the models whose speed is measured, such as compile=blocks",
+    )
+    p.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cuda, or toys on cpu"
     )
     p.add_argument("--processes", type=int, help="default: one per GPU; 2 on a CPU")
@@ -126,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         numerics = args.numerics.split(",") if args.numerics else ()
-        plan = study(args.device, args.corpus, numerics)
+        plan = study(args.device, args.corpus, numerics, args.set)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from .bench import VOCABULARY
+from .bench import VOCABULARY, settings
 from .children import ChildError, Machine
 from .config import RunConfig, changes_from_preset, make_config
 from .runs import Run, RunStore
@@ -25,10 +25,13 @@ class Study:
     bench: tuple[tuple[str, str, tuple[str, ...]], ...]  # preset, numerics, changes
 
 
-def study(device: str, corpus: str, numerics: Sequence[str] = ()) -> Study:
+def study(
+    device: str, corpus: str, numerics: Sequence[str] = (), changes: Sequence[str] = ()
+) -> Study:
     """numerics: whose speed is measured; by default flash and paper, on a CPU exact and paper.
 
-    Raises ValueError for one that there is not.
+    changes: settings of the models whose speed is measured, such as "compile=blocks". Raises
+    ValueError for numerics or a setting that there is not.
     """
     common = dict(
         corpus=corpus,
@@ -44,9 +47,11 @@ def study(device: str, corpus: str, numerics: Sequence[str] = ()) -> Study:
         toy |= dict(corpus_max_bytes=400_000, checkpoint_interval=10, probes=_probes(50))
         toy |= dict(learning_rate=1e-3)
         small = make_config("cpu", common | toy)
-        changes = tuple(f"{k}={toy[k]}" for k in ("n_embd", "block_size", "batch_size"))
+        sizes = tuple(f"{k}={toy[k]}" for k in ("n_embd", "block_size", "batch_size"))
         large = small.at(micro_batch_size=1, max_steps=8, probes=())
-        return Study(small, large, 50, _bench(small, numerics or ("exact", "paper"), changes))
+        return Study(
+            small, large, 50, _bench(small, numerics or ("exact", "paper"), (*sizes, *changes))
+        )
     # Compiling takes longer than the steps that these runs have. The large one warms up within
     # them, so that its weights move and differences can grow.
     small = dict(vocab_size=VOCABULARY["mini"], max_steps=200, checkpoint_interval=50)
@@ -56,11 +61,12 @@ def study(device: str, corpus: str, numerics: Sequence[str] = ()) -> Study:
     corpus_part = dict(corpus_max_bytes=8_000_000)
     small = make_config("mini", common | small | corpus_part)
     large = make_config("gpt2s", common | large | corpus_part)
-    return Study(small, large, 100, _bench(large, numerics or ("flash", "paper")))
+    return Study(small, large, 100, _bench(large, numerics or ("flash", "paper"), tuple(changes)))
 
 
-def _bench(config: RunConfig, numerics: Sequence[str], changes: tuple[str, ...] = ()) -> tuple:
-    """`Study.bench`, one entry for each numerics; `RunConfig.at` refuses an unknown one."""
+def _bench(config: RunConfig, numerics: Sequence[str], changes: tuple[str, ...]) -> tuple:
+    """`Study.bench`, one entry for each numerics; the config refuses what it does not know."""
+    make_config(config.preset, settings(changes))
     timed = (config.at(attention=name).attention for name in numerics)
     return tuple((config.preset, name, changes) for name in timed)
 

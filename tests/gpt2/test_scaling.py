@@ -35,6 +35,16 @@ def test_the_numerics_whose_speed_is_measured_can_be_named():
         study("cpu", "installed-text", ["flsh"])
 
 
+def test_the_models_whose_speed_is_measured_take_settings():
+    for device in ("cuda", "cpu"):
+        for _, _, changes in study(device, "installed-text", (), ["compile=blocks"]).bench:
+            assert changes[-1] == "compile=blocks"
+    with pytest.raises(ValueError, match="'compile' is no setting; write it as key=value"):
+        study("cuda", "installed-text", (), ["compile"])
+    with pytest.raises(ValueError, match="comple"):
+        study("cuda", "installed-text", (), ["comple=blocks"])
+
+
 def test_series_are_compared_bit_by_bit_where_they_overlap():
     a = [0, 1, 2, 3], [1.0, 0.5, 0.25, 0.125]
     b = [1, 2, 3, 4], [0.5, 0.250000119, 0.5, 7.0]
