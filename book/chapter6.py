@@ -29,6 +29,7 @@ from .tables import markdown_table, number, step_text
 ENOUGH_SEEDS = 4  # of VERDICT_RUNS that must fail, each within MOST_MINUTES, for a recipe to do
 MOST_MINUTES = 5.0
 ARMS = ("low", "delta_fp32", "sdpa")
+SEVERAL = 5  # runs from which on a recipe has a table of its own
 
 
 # -- archives -------------------------------------------------------------------------------------
@@ -199,30 +200,47 @@ def span(values: Sequence[float]) -> str:
 
 
 def runs_table(rows: Sequence[Mapping]) -> Markdown:
-    """Every archived run: outcome, onset, where it stopped, speed, minutes and machine."""
+    """Every archived run: outcome, onset, where it stopped, speed and minutes.
+
+    A table for each recipe of SEVERAL runs or more, that which separates first; one for the rest.
+    """
     if not rows:
         return Markdown("*No run on a GPU is archived yet.*")
-    lines = []
+    header = ["arm", "seed", "outcome", "onset", "steps/s", "rise (nats)", "minutes"]
+    groups: dict[str, list[Mapping]] = {name: [] for name in [shown_recipe(rows)] if name}
     for row in rows:
-        onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
-        speed = row.get("steps_per_s") or pace_of(row)
-        outcome = step_text(row) + (" (cut by the clock)" if cut_by_clock(row) else "")
-        outcome = f"crashed: {row.get('message')}" if row["status"] == "failed" else outcome
-        lines.append(
-            [
-                row["recipe"],
-                row["label"] + ("" if row["forked_at"] is None else f" from {row['forked_at']:,}"),
-                row["seed"],
-                outcome,
-                onset,
-                number(speed, 0),
-                number(rise(row), 2),
-                number(row["minutes"], 1),
-                f"{row['source']['machine']}, {row['source']['date']}",
-            ]
-        )
-    header = ["recipe", "arm", "seed", "outcome", "onset", "steps/s", "rise (nats)"]
-    return markdown_table([*header, "minutes", "where"], lines)
+        groups.setdefault(row["recipe"], []).append(row)
+    parts, rest = [], []
+    for recipe, mine in groups.items():
+        if len(mine) < SEVERAL:
+            rest += mine
+            continue
+        table = markdown_table(header, [_run_line(row) for row in mine]).data
+        parts.append(f"**{recipe}** ({_places(mine)})\n\n{table}")
+    if rest:
+        lines = [[row["recipe"], *_run_line(row)] for row in rest]
+        table = markdown_table(["recipe", *header], lines).data
+        parts.append(f"**Recipes of fewer runs** ({_places(rest)})\n\n{table}")
+    return Markdown("\n\n".join(parts))
+
+
+def _places(rows: Sequence[Mapping]) -> str:
+    """'NVIDIA H200, 2026-11-29; NVIDIA H200, 2026-11-30'."""
+    places = (f"{row['source']['machine']}, {row['source']['date']}" for row in rows)
+    return "; ".join(dict.fromkeys(places))
+
+
+def _run_line(row: Mapping) -> list:
+    outcome = step_text(row) + (" (cut by the clock)" if cut_by_clock(row) else "")
+    return [
+        row["label"] + ("" if row["forked_at"] is None else f" from {row['forked_at']:,}"),
+        row["seed"],
+        f"crashed: {row.get('message')}" if row["status"] == "failed" else outcome,
+        "none" if row["onset_step"] is None else f"{row['onset_step']:,}",
+        number(row.get("steps_per_s") or pace_of(row), 0),
+        number(rise(row), 2),
+        number(row["minutes"], 1),
+    ]
 
 
 def rise(row: Mapping) -> float | None:
@@ -340,7 +358,7 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
 
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
-    found = [standing(rows).data, *recipe_lines(rows), *signs_words(one_a_seed(rows))]
+    found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows)]
     found += forks_lines(rows)
     found += attribution_words(rows)
     return Markdown("\n".join([*(f"- {line}" for line in found), *dials.splitlines()]))

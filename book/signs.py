@@ -13,6 +13,7 @@ import numpy as np
 from IPython.display import Markdown
 
 from .onsets import failed_twins
+from .records import one_a_seed
 from .tables import markdown_table, number
 
 EARLY = 0.25  # of a run: what grows after that is compared with what was there by then
@@ -75,10 +76,10 @@ def _growth(row: Mapping, name: str) -> float | None:
 
 
 def signs_table(rows: Sequence[Mapping]) -> Markdown:
-    """One line for each run from scratch of at least LONG steps, in the order given."""
+    """One line for each run from scratch of at least LONG steps, one a seed."""
     lines = []
-    for row in rows:
-        if row["forked_at"] is not None or row["steps"] < LONG:
+    for row in one_a_seed(rows):
+        if row["steps"] < LONG:
             continue
         found = signs(row)
         onset = "none" if row["onset_step"] is None else f"{row['onset_step']:,}"
@@ -92,7 +93,7 @@ def signs_table(rows: Sequence[Mapping]) -> Markdown:
                 _at(found.ties, 2),
                 _at(found.norm, 0),
                 _at(found.score, 0),
-                number(found.score_growth, 1),
+                number(found.score_growth, 1 if (found.score_growth or 0) < GREW else 0),
                 number(found.loss_above_best, 3),
             ]
         )
@@ -113,9 +114,9 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
     Not for one of which the twin failed as well: that failure is none of delta's.
     """
     told = []
-    for row in rows:
+    for row in one_a_seed(rows):
         found = signs(row)
-        if row["arm"] != "low" or row["forked_at"] is not None or not found.grew:
+        if row["arm"] != "low" or not found.grew:
             continue
         if None in (found.ties, found.norm) or failed_twins(rows, row["recipe"]):
             continue

@@ -126,7 +126,8 @@ def test_tables_tell_outcome_cost_and_what_was_cut_or_crashed(tmp_path):
     crash = row("tiny", "low", 8, "stable", 0, status="failed", message="out of memory")
     save(tmp_path, "recipes", [*confirmed(failures=4), cut, crash])
     table = c6.runs_table(read(tmp_path)).data
-    assert "diverged at 40,000 | 20,000 | 500 | 0.00 | 2.0 | Some GPU, 2026-11-30" in table
+    assert table.startswith("**tiny** (Some GPU, 2026-11-30)\n\n| arm |")
+    assert "diverged at 40,000 | 20,000 | 500 | 0.00 | 2.0 |" in table
     assert "stable to 900 (cut by the clock)" in table and "crashed: out of memory" in table
     assert "healthy to 66,002 (cut" not in table
     table = c6.success_table(read(tmp_path)).data
@@ -152,7 +153,9 @@ def test_a_failure_that_the_twin_shares_is_not_deltas_and_an_unwell_witness_is_t
     assert "| tiny |" not in c6.success_table(found).data  # a cut run is no trial
     assert "1 more were cut" in c6.standing(found).data
     assert "| 1 diverged | 1 healthy (1 of them unwell) |" in c6.success_table(found).data
-    assert "healthy to 1,569 | none | 500 | 0.77 |" in c6.runs_table(found).data
+    table = c6.runs_table(found).data
+    assert table.startswith("**Recipes of fewer runs** (Some GPU, 2026-11-30)\n\n| recipe |")
+    assert "own | 0 | healthy to 1,569 | none | 500 | 0.77 |" in table
 
 
 def test_pairs_are_runs_on_the_same_batches(tmp_path):
