@@ -118,15 +118,8 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
     for row in forks:
         ties, norm = (late_mean(row, name, end) for name in ("tie_rate", "spectral_norm_q"))
         told = [number(ties), number(norm, 1), number(row["held_out_loss"])]
-        lines.append([row["label"], f"`{row['attention']}`", step_text(row), *told])
-    header = [
-        "fork",
-        "attention",
-        "outcome",
-        "tied rows",
-        "norm of W_Q",
-        "held-out loss at its end",
-    ]
+        lines.append([row["label"], step_text(row), *told, f"`{row['attention']}`"])
+    header = ["fork", "outcome", "tied rows", "norm of W_Q", "held-out loss", "attention"]
     words = (
         f"Forks in recipe {forks[0]['recipe']}, seed {forks[0]['seed']}, from step "
         f"{forks[0]['forked_at']:,}, on the same batches. *Tied rows* (share) and *norm*: worst "

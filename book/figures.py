@@ -110,8 +110,9 @@ def panels(
         label, logarithmic = METRICS.get(name, (name.replace("_", " "), False))
         for run, data in runs.items():
             steps, values = thinned(*curve(data, name, head))
-            dash = DASHES[places[run] % len(DASHES)]
-            colour = PALETTE[places[run] % len(PALETTE)]
+            rounds, place = divmod(places[run], len(PALETTE))
+            dash = DASHES[(place + rounds) % len(DASHES)]  # a colour comes again, the pair not
+            colour = PALETTE[place]
             axis.plot(steps, values, color=colour, linestyle=dash, label=run)
         axis.set_title((labels or {}).get(name, label))
         if logarithmic:

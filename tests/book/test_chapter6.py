@@ -313,8 +313,8 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     assert [r["arm"] for r in forks] == ["same", "sfa7", "delta_fp32", "mirror"]
     table = arms.fork_table(forks).data
     assert "up to 12,000, where the shortest" in table  # the one that failed aside
-    assert "| sfa7 | `sfa7` | nonfinite at 9,000 | none | none | 1.500 |" in table
-    assert "| mirror | `mirror` | stable to 12,000 | 0.200 | 20.0 | 1.500 |" in table
+    assert "| sfa7 | nonfinite at 9,000 | none | none | 1.500 | `sfa7` |" in table
+    assert "| mirror | stable to 12,000 | 0.200 | 20.0 | 1.500 | `mirror` |" in table
     assert "stand further down" in arms.arm_tables(rows).data
     assert "| mirror |" not in arms.arm_tables(rows).data
     (told,) = c6.forks_lines(rows)

@@ -64,6 +64,13 @@ def in_dark(colour):
     return tuple(np.clip(HUE_ROTATE_180 @ (1 - np.asarray(to_rgb(colour))), 0, 1))
 
 
+def test_every_line_of_a_panel_has_its_own_colour_and_dash():
+    runs = {str(i): {"step": [0, 1], "train_loss": [1.0, 2.0]} for i in range(3 * len(PALETTE))}
+    (axis,) = panels(runs, ["train_loss"]).axes
+    styles = {(line.get_color(), str(line._dash_pattern)) for line in axis.lines}
+    assert len(styles) == len(runs)
+
+
 @pytest.mark.parametrize("colour", PALETTE)
 def test_lines_stand_out_on_light_and_dark_pages(colour):
     assert contrast(colour, LIGHT) >= 3
