@@ -46,7 +46,10 @@ def _others(low: str) -> Iterable[Arm]:
     yield Arm("sfa7", f"{low},softmax=stabilized,beta=7", "SFA, beta 7")
     yield Arm("guarded", f"{low},softmax=guarded,beta=7", "SFA, guarded")
     text = f"{low},unnormalized=bf16:stochastic,output=bf16:stochastic"
-    yield Arm("stochastic", text, "O_bar and O rounded stochastically")
+    label = "O_bar and O rounded stochastically"
+    yield Arm("stochastic", text, label)
+    label += ", delta from an fp32 O"
+    yield Arm("stochastic_delta_fp32", f"{text},delta_output=fp32", label)
     yield Arm("authors", "authors", "the authors' emulation")
 
 

@@ -258,7 +258,7 @@ def test_what_is_missing_is_counted_and_priced(tmp_path):
     line = remaining_table(rows).data.splitlines()[2]
     hours = len(left) * 1.5 * 42_000 / 500 / 3600
     assert (
-        f"| 55 | {len(left)} | {hours:.1f} | `python -m book.evidence failure --recipe tiny`"
+        f"| 60 | {len(left)} | {hours:.1f} | `python -m book.evidence failure --recipe tiny`"
         in line
     )
     assert "1.5 times 42,000 steps a run at 500 steps a second" in remaining_words(rows).data

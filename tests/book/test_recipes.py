@@ -251,7 +251,7 @@ def test_evidence_keeps_paused_runs_only_when_asked(toys):
 def test_evidence_takes_recipes_and_refuses_what_it_does_not_know(capsys):
     assert evidence.main(["--list", "--recipe", "tiny"]) == 0
     told = capsys.readouterr().out
-    assert "failure-tiny (chapter 6, 11 arms x 5 seeds)" in told and "sites-tiny" in told
+    assert "failure-tiny (chapter 6, 12 arms x 5 seeds)" in told and "sites-tiny" in told
     assert evidence.main(["failures", "--recipe", "tiny"]) == 2
     assert "did you mean 'failure'" in capsys.readouterr().err
     assert evidence.main(["failure", "--recipe", "tinny"]) == 2
