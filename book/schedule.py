@@ -68,9 +68,7 @@ class IdleCore:
         return self.found
 
 
-def next_order(
-    waiting: Sequence[Order], running: Sequence[Order], idle: bool = True
-) -> Order | None:
+def next_order(waiting: Sequence[Order], running: Sequence[Order], idle: bool) -> Order | None:
     """The one of `waiting` that may start now, or None: one that trains before any other.
 
     idle: whether a core has nothing to do, which counts only beside a chapter that trains.
