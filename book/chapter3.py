@@ -15,7 +15,8 @@ from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
 from .drift import drift_words
 from .error_findings import SAID, verdicts
-from .evidence import Archive, run_experiment
+from .evidence import Archive
+from .experiment_runs import run_experiment
 from .experiments import INJECTED, Experiment
 from .forks import plan_fork
 from .isolation_figures import by_arm, head_values

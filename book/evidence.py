@@ -7,19 +7,26 @@ made by `book.records`, so the same figure functions draw both.
 
 The program resumes: runs are kept in the run store, and what is finished is not run again. An
 archive of an unfinished experiment says so (`"complete": false`).
+
+Several experiments named together are trained in one pool (`book.experiment_runs`), the first
+named first, and each has its archive. Archives are written on the way, once a minute where runs
+have ended; with --partial of all that train, as far as they came. So whoever kills the program, or
+takes the machine away, destroys a minute's evidence at most.
+
+    python -m book.evidence failure-forked errors-forked sites isolation --recipe mini-lr3 \\
+        --seeds 0 --partial --workers 8 --devices cuda:0,cuda:1 --minutes 8
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import difflib
+import functools
 import json
 import math
 import platform
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,23 +34,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpt2.config import make_config
+from gpt2.many import Pool
 from gpt2.outcomes import Onset, Outcome
 from gpt2.runs import Run, RunStore
 from kernels.machine import driver_version
 
-from . import ROOT
-from .experiment_runs import done, ended_runs, jobs, run_experiment
+from . import RESULTS
+from .experiment_runs import PooledExperiments, is_complete, without_paused
 from .experiments import EXPERIMENTS, Experiment
 from .forks import fork_end, fork_step
 from .gpu_experiments import BUILDERS
 from .kept_captures import keep_captures
 from .onsets import archived_onsets
+from .programs import Saver, add_machine_arguments, seed_list, split_names, time_limit
 from .records import collect
 from .regimes import REGIMES, get_recipe
 from .repeats import compare
-
-RESULTS = ROOT / "book" / "results"
-
 
 # -- archives -------------------------------------------------------------------------------------
 
@@ -88,7 +94,7 @@ def provenance(runs: Iterable[Run], preset: str, command: str, commit: str | Non
         "machine": f"{cores}{first.get('machine', platform.machine())}",
         "device": first.get("device"),
         "gpu": first.get("machine") if first.get("device") == "cuda" else None,
-        "driver": driver_version() if first.get("device") == "cuda" else None,
+        "driver": _driver() if first.get("device") == "cuda" else None,
         "platform": first.get("platform"),
         "torch": first.get("torch"),
         "triton": first.get("triton"),
@@ -105,6 +111,9 @@ def provenance(runs: Iterable[Run], preset: str, command: str, commit: str | Non
     }
 
 
+_driver = functools.cache(driver_version)
+
+
 def write_archive(
     experiment: Experiment,
     runs: dict[tuple[str, int], Run],
@@ -117,31 +126,23 @@ def write_archive(
     told = {
         "experiment": experiment.name,
         "question": experiment.question,
-        "complete": all(
-            job.key in runs and done(experiment, job, runs[job.key]) for job in jobs(experiment)
-        ),
+        "complete": is_complete(experiment, runs),
     }
     if experiment.repeated:
         told["repeats"] = repeats(experiment, runs)
     command = command or f"python -m book.evidence {experiment.name} --preset {preset}"
-    # A parent that was paused where its forks start is no run of its own.
-    kept = {
-        (arm, seed): run
-        for (arm, seed), run in runs.items()
-        if arm != experiment.parent or experiment.onset(seed) is None
-    }
-    path = save_archive(
-        told, collect(experiment, kept), runs.values(), preset, command, folder, commit
-    )
+    rows = collect(experiment, without_paused(experiment, runs))
+    path = save_archive(told, rows, runs.values(), preset, command, folder, commit)
     if experiment.captures:
         keep_captures(runs, path.with_suffix(""))
     return path
 
 
 def repeats(experiment: Experiment, runs: Mapping[tuple[str, int], Run]) -> dict[str, dict]:
-    """Seed -> how the two arms that are one run compare, for seeds that have both."""
+    """Seed -> how the two arms that are one run compare, for seeds that have both at rest."""
     first, again = experiment.repeated
-    both = [seed for arm, seed in runs if arm == first and (again, seed) in runs]
+    rest = {name for name, run in runs.items() if run.status != "running"}
+    both = sorted(seed for arm, seed in rest if arm == first and (again, seed) in rest)
     return {str(seed): compare(runs[first, seed], runs[again, seed]) for seed in both}
 
 
@@ -222,34 +223,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def add_machine_arguments(p: argparse.ArgumentParser) -> None:
-    """Options of every program that trains and archives: how much at once, how long, where."""
-    p.add_argument("--workers", type=int, default=2, help="runs side by side (2)")
-    p.add_argument(
-        "--devices", type=split_names, default=(), help="spread them over these: cuda:0,cuda:1"
-    )
-    p.add_argument("--minutes", type=float, help="stop after so long, and archive what has ended")
-    p.add_argument("--store", default=str(ROOT / "runs"), help="where runs lie (runs)")
-    p.add_argument("--data", default=str(ROOT / "data"), help="corpus cache (data)")
-    p.add_argument("--results", default=str(RESULTS), help="where archives go (book/results)")
-    p.add_argument("--commit", help="of this code, to note where there is no repository")
-
-
-def seed_list(text: str) -> list[int]:
-    """'0,1,2' as [0, 1, 2]. Raises ValueError for anything else."""
-    try:
-        return [int(seed) for seed in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--seeds {text!r} is no list of numbers; write it as 0,1,2") from None
-
-
-def split_names(text: str) -> list[str]:
-    """'a, b' as ['a', 'b']."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 archived, 1 a run crashed, 2 bad input, 130 interrupted.
+    """Exit code: 0 archived, 1 a run crashed or cannot be had, 2 bad input, 130 interrupted.
 
     What has ended is archived in any case but that of bad input.
     """
@@ -269,55 +244,101 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{e.name} (chapter {e.chapter}, {len(e.arms)} arms x {len(e.seeds)} seeds)")
             print(f"    {e.question}")
         return 0
-    with time_limit(args.minutes):
-        for experiment in chosen:
-            code = _run_and_archive(experiment, args, seeds)
-            if code:
-                return code
-    return 0
+    return _run_and_archive(chosen, seeds, args)
 
 
-def _run_and_archive(experiment: Experiment, args, seeds) -> int:
+def _run_and_archive(chosen: Sequence[Experiment], seeds: Sequence[int] | None, args) -> int:
+    start, code, archiver = time.monotonic(), 0, None
     arms = split_names(args.arms) if args.arms else None
-    common = dict(
-        store=RunStore(args.store), cache_dir=args.data, seeds=seeds, arms=arms, preset=args.preset
-    )
-    start, code = time.monotonic(), 0
+    asked = dict(arms=arms, seeds=seeds, preset=args.preset, stop_at=args.stop_at)
+    where = dict(workers=args.workers, devices=args.devices, cache_dir=args.data)
     try:
+        with time_limit(args.minutes):
+            _tell(chosen)
+            try:
+                pool = Pool(RunStore(args.store), **where)
+                pooled = PooledExperiments(chosen, pool, **asked)
+            except (ValueError, FileNotFoundError) as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            archiver = Archiver(chosen, pooled, args)
+            saver = Saver(archiver.write, always=args.partial)
+            with pool:
+                pooled.train(saver.note, saver.pass_by)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        code = 130
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    if archiver is not None:
+        lost = archiver.write()
+        code = code or int(lost)
+        for path in archiver.paths.values():
+            print("\n".join(outcome_lines(path)))
+            print(f"{path} after {time.monotonic() - start:.0f} s", flush=True)
+    return code
+
+
+@dataclass
+class Archiver:
+    """Writes the archives of experiments that train in one pool, each where its runs changed."""
+
+    experiments: Sequence[Experiment]
+    pooled: PooledExperiments
+    args: argparse.Namespace
+    paths: dict[str, Path] = field(default_factory=dict)
+    states: dict[str, list] = field(default_factory=dict)
+
+    def write(self) -> bool:
+        """Whether one could not be written; the others are, and training need not end for it."""
+        lost = False
+        for experiment in self.experiments:
+            try:
+                self._write(experiment)
+            except (ValueError, OSError) as error:
+                print(f"error: {experiment.name} is not archived: {error}", file=sys.stderr)
+                lost = True
+        return lost
+
+    def _write(self, experiment: Experiment) -> None:
+        runs = self.pooled.ended(experiment, self.args.partial)
+        state = [(key, run.id, run.status, run.step) for key, run in runs.items()]
+        nothing = not without_paused(experiment, runs)
+        if nothing or self.states.get(experiment.name) == state:
+            return
+        preset = self.args.preset or experiment.preset
+        where = dict(folder=Path(self.args.results), commit=self.args.commit)
+        told = dict(command=_command(experiment, preset, self.args), **where)
+        self.paths[experiment.name] = write_archive(experiment, runs, preset, **told)
+        self.states[experiment.name] = state
+
+
+def _command(experiment: Experiment, preset: str, args) -> str:
+    """What makes an archive, by itself."""
+    name, how = experiment.name, f"--preset {preset}"
+    if args.recipe:
+        name, how = name.removesuffix(f"-{args.recipe}"), f"--recipe {args.recipe}"
+    how = " ".join([how, *(f"--set {text}" for text in args.set)])
+    how += "" if args.onset is None else f" --onset {args.onset}"
+    return f"python -m book.evidence {name} {how}"
+
+
+def outcome_lines(path: Path) -> list[str]:
+    """One line for each run of an archive."""
+    rows = json.loads(path.read_text())["rows"]
+    return [
+        f"  {row['label']:40} seed {row['seed']}: {Outcome.from_dict(row['outcome'])}"
+        for row in rows
+    ]
+
+
+def _tell(chosen: Sequence[Experiment]) -> None:
+    for experiment in chosen:
         print(f"{experiment.name}: {experiment.question}", flush=True)
         for seed, onset in experiment.onsets:
             at, until = fork_step(None, 0.5, onset), fork_end(None, None, onset)
             print(f"  seed {seed}: onset at {onset.step:,}, so forks run {at:,} to {until:,}")
-        run_experiment(
-            experiment,
-            workers=args.workers,
-            devices=args.devices,
-            stop_at=args.stop_at,
-            **common,
-        )
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        code = 130
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    runs = ended_runs(experiment, partial=args.partial, **common)
-    if runs:
-        preset = args.preset or experiment.preset
-        name, how = experiment.name, f"--preset {preset}"
-        if args.recipe:
-            name, how = name.removesuffix(f"-{args.recipe}"), f"--recipe {args.recipe}"
-        how = " ".join([how, *(f"--set {text}" for text in args.set)])
-        command = f"python -m book.evidence {name} {how}"
-        path = write_archive(experiment, runs, preset, Path(args.results), args.commit, command)
-        for row in collect(experiment, runs):
-            told = Outcome.from_dict(row["outcome"])
-            print(f"  {row['label']:40} seed {row['seed']}: {told}", flush=True)
-        print(f"{path} after {time.monotonic() - start:.0f} s", flush=True)
-    return code
 
 
 def with_settings(experiment: Experiment, told: Sequence[str]) -> Experiment:
@@ -367,21 +388,6 @@ def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:
             get_recipe(recipe)
         return [BUILDERS[name](recipe) for name in names or BUILDERS]
     return [EXPERIMENTS[name] for name in names or EXPERIMENTS]
-
-
-@contextlib.contextmanager
-def time_limit(minutes: float | None):
-    """Raise KeyboardInterrupt after so many minutes, as Ctrl-C would."""
-    if minutes is None:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, minutes * 60)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,18 @@ from gpt2.runs import Run
 
 
 def keep_captures(runs: Mapping[tuple[str, int], Run], folder: Path) -> list[Path]:
-    """Copy the captured heads of runs, {(arm, seed): run}, into a folder; returns the paths."""
+    """Copy the captured heads of runs, {(arm, seed): run}, into a folder; returns the paths.
+
+    Copies that are there already and not older than what they are of are left as they are.
+    """
     paths = []
     for (arm, seed), run in runs.items():
         for source in run.captures():
             if source.suffix == ".npz":
                 folder.mkdir(parents=True, exist_ok=True)
                 path = folder / f"{arm}-seed{seed}-{source.name}"
-                _copy(source, path, half=run.config.dtype == "bfloat16")
+                if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
+                    _copy(source, path, half=run.config.dtype == "bfloat16")
                 paths.append(path)
     return paths
 

@@ -33,24 +33,16 @@ from gpt2.many import Job, Pool
 from gpt2.outcomes import HEALTHY_FACTOR, Outcome, series
 from gpt2.runs import Run, RunStore
 
-from .evidence import (
-    add_machine_arguments,
-    archive_path,
-    provenance,
-    save_archive,
-    seed_list,
-    split_names,
-    time_limit,
-)
+from .evidence import archive_path, provenance, save_archive
 from .experiments import Experiment
 from .gpu_experiments import failure
 from .onsets import judged
+from .programs import Saver, add_machine_arguments, seed_list, split_names, time_limit
 from .records import collect
 from .regimes import RECIPES, Regime, get_recipe
 
 SEEDS = (0, 1, 2, 3, 4)
 QUESTION = "In which recipes does bf16 itself fail, and how soon?"
-SAVE_S = 60.0  # between archives written on the way
 TELL_S = 30.0  # between lines of progress
 
 Key = tuple[str, str, int]  # recipe, arm, seed
@@ -193,40 +185,35 @@ class Search:
             return False
         return known.failed or self.jobs[asked.key].max_steps >= asked.steps
 
-    def start(self) -> None:
-        """Start what may start."""
-        while self.pool.free and (asked := self.next()):
-            self.pool.start(self.jobs[asked.key])
-
-    def settle(self) -> list[Key]:
-        """Wait a moment; note how runs ended and return their keys."""
-        ended = self.pool.ended()
-        keys = [key for key, job in self.jobs.items() if job in ended]
-        for key in keys:
-            job = self.jobs[key]
-            if job.done:
-                self.known[key] = self.run_of(key).outcome
-            else:
-                self.lost[key] = job.error or Run(job.path).message
-        return keys
+    def settle(self, job: Job) -> Key:
+        """Note how a run ended and return its key."""
+        key = next(key for key, mine in self.jobs.items() if mine is job)
+        if job.done:
+            self.known[key] = self.run_of(key).outcome
+        else:
+            self.lost[key] = job.error or Run(job.path).message
+        return key
 
     def run(self, save=lambda: None) -> None:
-        """Until nothing is left to try. save: called every SAVE_S seconds when runs have ended."""
-        saved = told = time.monotonic()
-        unsaved = False
-        self.start()
-        while self.pool.running:
-            for key in self.settle():
-                unsaved = True
-                print(self.sentence(key), flush=True)
-            self.start()
-            now = time.monotonic()
-            if now - told >= TELL_S:
-                told = now
+        """Until nothing is left to try. save: called once a minute when runs have ended."""
+        saver, told = Saver(save), time.monotonic()
+
+        def following() -> Job | None:
+            asked = self.next()
+            return None if asked is None else self.jobs[asked.key]
+
+        def ended(job: Job) -> None:
+            saver.note()
+            print(self.sentence(self.settle(job)), flush=True)
+
+        def waited() -> None:
+            nonlocal told
+            if time.monotonic() - told >= TELL_S:
+                told = time.monotonic()
                 print(self.progress(), flush=True)
-            if unsaved and now - saved >= SAVE_S:
-                saved, unsaved = now, False
-                save()
+            saver.pass_by()
+
+        self.pool.work(following, ended, waited)
 
     def sentence(self, key: Key) -> str:
         if key in self.lost:

@@ -30,8 +30,10 @@ SMOOTHED = {"train_loss": "smoothed_train_loss"}  # curves by their names as met
 def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str] = ()) -> dict:
     """What the book keeps of a run: plain JSON types; thinned curves (`curves`).
 
-    heads: metrics that are kept for every head, [points][layer][head].
+    heads: metrics that are kept for every head, [points][layer][head]. A run that still trains is
+    `interrupted` as far as its record goes.
     """
+    training = run.status == "running"
     return {
         "arm": arm.name,
         "label": arm.label,
@@ -40,8 +42,8 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str]
         "forked_at": run.parent.step if run.parent else None,
         "seed": seed,
         "run": run.id,
-        "status": run.status,
-        "message": run.message,
+        "status": "interrupted" if training else run.status,
+        "message": "recorded while it trained" if training else run.message,
         "steps": outcome.last_step,
         "kind": outcome.kind,
         "diverged_step": outcome.diverged_step,

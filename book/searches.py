@@ -23,10 +23,11 @@ from gpt2.hardware import visible
 from gpt2.runs import Run, RunStore
 
 from .chapter2 import search_sites
-from .evidence import add_machine_arguments, save_archive, seed_list, with_settings
+from .evidence import save_archive, with_settings
 from .experiment_runs import run_experiment
 from .experiments import isolation
 from .forks import fork_end, fork_step
+from .programs import add_machine_arguments, seed_list
 
 NAME = "searches"
 UNTIL = 1.25  # alive so long, in steps to failure, with no onset

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +25,11 @@ from .runs import ENDED, Parent, Run, RunStore, RunWriter
 
 POLL_S = 0.2
 STOP_S = 30.0  # for a worker to save after it was asked to stop
+# Settings that say which corpus a run has, and those that are checked against it.
+CORPUS_SETTINGS = (
+    *("corpus", "corpus_max_bytes", "tokenizer", "held_out_fraction"),
+    *("vocab_size", "block_size"),
+)
 
 
 @dataclass(eq=False)
@@ -90,15 +95,13 @@ def train_many(
             pool.job(*item, max_steps=stop, progress=progress)
             for item, stop in zip(asked, stops, strict=True)
         ]
-        todo = list({job.path: job for job in jobs if not job.done}.values())
-        told = _Teller(len(todo), progress)
-        waiting = list(todo)
-        while waiting or pool.running:
-            while waiting and pool.free:
-                pool.start(waiting.pop(0))
-            for job in pool.ended():
-                told.say(_told(job))
-            told.line(pool.running, len(waiting))
+        waiting = list({job.path: job for job in jobs if not job.done}.values())
+        told = Teller(len(waiting), progress)
+        pool.work(
+            lambda: waiting.pop(0) if waiting else None,
+            lambda job: told.say(_told(job)),
+            lambda: told.line(pool.running, len(waiting)),
+        )
     return [Run(job.path) for job in jobs]
 
 
@@ -137,6 +140,7 @@ class Pool:
         for device in self.devices:
             visible(device)
         self.running: list[Job] = []
+        self._corpora: dict[tuple, str] = {}
 
     def __enter__(self) -> Pool:
         self._scratch = tempfile.TemporaryDirectory()
@@ -166,8 +170,36 @@ class Pool:
                     f"device={config.device} of the run cannot be {device}; "
                     "set device=auto in its config or choose other devices"
                 )
-        corpus = load_corpus(config, self.cache_dir, progress)
-        return Job(config, parent, self.store.path(config, corpus.sha256, parent), max_steps)
+        corpus = self._corpus_sha256(config, progress)
+        return Job(config, parent, self.store.path(config, corpus, parent), max_steps)
+
+    def _corpus_sha256(self, config: RunConfig, progress: bool) -> str:
+        """Looked up once for equal settings: to walk over all installed text takes seconds."""
+        settings = tuple(getattr(config, name) for name in CORPUS_SETTINGS)
+        if settings not in self._corpora:
+            self._corpora[settings] = load_corpus(config, self.cache_dir, progress).sha256
+        return self._corpora[settings]
+
+    def work(
+        self,
+        following: Callable[[], Job | None],
+        ended: Callable[[Job], None],
+        waited: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep the workers busy until nothing runs and there is nothing to start.
+
+        following: the job to start next, None where none may start now; asked while a worker is
+        free. ended: called with each job whose worker has ended. waited: called every POLL_S,
+        when all that may start has started.
+        """
+        while True:
+            while self.free and (job := following()) is not None:
+                self.start(job)
+            if not self.running:
+                return
+            waited()
+            for job in self.ended():
+                ended(job)
 
     def start(self, job: Job) -> None:
         """Start a job's worker, on the device with the fewest runs."""
@@ -254,7 +286,7 @@ def _stop(running: list[Job]) -> None:
             job.process.wait()
 
 
-class _Teller:
+class Teller:
     """At most one line of progress every `every` seconds, and one per run that ends."""
 
     def __init__(self, total: int, enabled: bool, every: float = 15.0):

@@ -17,7 +17,8 @@ from book import (
     key_side,
 )
 from book.captured import captured_heads
-from book.evidence import Archive, jobs
+from book.evidence import Archive
+from book.experiment_runs import jobs
 from book.experiments import FAILURE, LIVE_ERRORS, LOW, LOW_RANK, errors, isolation
 from book.records import head_curves
 from gpt2.config import make_config

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from book.evidence import jobs
+from book.experiment_runs import jobs
 from book.experiments import FAILURE, LIVE_ISOLATION, isolation
 from book.forks import fork_end, fork_step, head_groups, heads_text, spell_out
 from book.records import head_curves, record

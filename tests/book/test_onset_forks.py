@@ -11,11 +11,11 @@ from book import evidence
 from book.experiment_runs import jobs, pause
 from book.forks import fork_end, fork_step, head_groups, plan_fork
 from book.gpu_experiments import BUILDERS
-from book.regimes import RECIPES, Regime
+from book.regimes import RECIPES
 from book.repeats import compare
 from gpt2.fork import ForkError
 from gpt2.outcomes import Onset, Outcome
-from gpt2.runs import Run, RunStore
+from gpt2.runs import Run
 from kernels.forensics import load_head
 
 SIGN = Onset(20, "tie_rate", 1, 0, 0.4, 0.1)
@@ -71,39 +71,6 @@ def test_other_sizes_and_muon_are_not_the_recipes_own_runs(kind):
 
 
 # -- toys -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """A recipe with an archived onset at step 20; a function that runs one of its experiments."""
-    folder = tmp_path_factory.mktemp("onset")
-    (folder / "text").mkdir()
-    for i in range(24):
-        words = " ".join(str((i + j * (1 + i % 5)) % 97) for j in range(300))
-        (folder / "text" / f"document{i:02d}.txt").write_text(words + "\n")
-    shape = dict(n_embd=16, block_size=16, batch_size=8, held_out_fraction=0.2, warmup_steps=5)
-    shape |= dict(corpus=f"files:{folder}/text/*.txt", eval_interval=200, eval_batches=2)
-    how = Regime("exact,output_bits=2", 60, changes=tuple((shape | {"probe_interval": 5}).items()))
-    outcome = Outcome("onset", last_step=39, onset=SIGN).to_dict()
-    row = outcome | {"recipe": "toy", "arm": "low", "seed": 0, "run": "x", "forked_at": None}
-    row |= {"outcome": outcome, "onset_step": 20, "steps": 39, "curves": {}}
-    source = {"date": "2026-11-30", "preset": "cpu", "machine": "m", "code": "c"}
-    path = folder / "results" / "recipes" / "m.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"provenance": source, "rows": [row]}))
-
-    def run(name, *more):
-        where = ["--store", folder / "runs", "--data", folder / "data"]
-        where += ["--results", folder / "results"]
-        asked = [name, "--recipe", "toy", "--seeds", "0", *map(str, where), *more]
-        code = evidence.main(asked)
-        kept = evidence.archives(f"{name}-toy", folder / "results")
-        return code, kept[-1] if kept else None
-
-    patch = pytest.MonkeyPatch()
-    patch.setitem(RECIPES, "toy", how)
-    yield SimpleNamespace(run=run, folder=folder, store=RunStore(folder / "runs"))
-    patch.undo()
 
 
 def test_forks_from_before_an_onset_are_judged_by_onset(toy, capsys):

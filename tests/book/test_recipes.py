@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from book import evidence, recipes
-from book.evidence import archives, ended_runs, run_experiment, write_archive
+from book.evidence import archives, write_archive
+from book.experiment_runs import ended_runs, run_experiment
 from book.experiments import in_regime
 from book.gpu_experiments import BUILDERS
 from book.recipes import FIRST, Search, save, wanted
