@@ -254,7 +254,7 @@ def _run_and_archive(chosen: Sequence[Experiment], seeds: Sequence[int] | None, 
     where = dict(workers=args.workers, devices=args.devices, cache_dir=args.data)
     try:
         with time_limit(args.minutes):
-            _tell(chosen)
+            _tell(chosen, seeds)
             try:
                 pool = Pool(RunStore(args.store), **where)
                 pooled = PooledExperiments(chosen, pool, **asked)
@@ -333,10 +333,12 @@ def outcome_lines(path: Path) -> list[str]:
     ]
 
 
-def _tell(chosen: Sequence[Experiment]) -> None:
+def _tell(chosen: Sequence[Experiment], seeds: Sequence[int] | None) -> None:
     for experiment in chosen:
         print(f"{experiment.name}: {experiment.question}", flush=True)
         for seed, onset in experiment.onsets:
+            if seeds is not None and seed not in seeds:
+                continue
             at, until = fork_step(None, 0.5, onset), fork_end(None, None, onset)
             print(f"  seed {seed}: onset at {onset.step:,}, so forks run {at:,} to {until:,}")
 

@@ -131,6 +131,11 @@ class Asked:
     done: bool = False
     lost: str = ""
 
+    @property
+    def numbers(self) -> tuple:
+        """What forks of one parent differ by, before their runs are known."""
+        return self.job.arm.attention, self.job.arm.changes, self.job.seed
+
     def __str__(self) -> str:
         words = f"{self.experiment.name} {self.job.arm.name} seed {self.job.seed}"
         return self.run.path.name if self.run else words
@@ -240,7 +245,7 @@ class PooledExperiments:
     def _left(self) -> int:
         """How many different runs there are to train, as far as is known."""
         left = [asked for asked in self.asked if not asked.done and not asked.lost]
-        return len({asked.run.path if asked.run else asked for asked in left})
+        return len({asked.run.path if asked.run else asked.numbers for asked in left})
 
     def _following(self, order: Sequence[Asked]) -> many.Job | None:
         busy = [job.path for job in self.pool.running]

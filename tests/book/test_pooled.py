@@ -1,5 +1,7 @@
 """Several experiments in one pool: what is trained when, archived when, and what is lost."""
 
+import contextlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -44,9 +46,10 @@ def pooled(toy):
         starts.append((job.config.attention, job.parent and job.parent.step))
         start(pool, job)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(many.Pool, "start", noting)
         assert command(toy, NAMES, "pooled", "--arms", ARMS) == 0
+    assert "[1/4] " in said.getvalue() and "[4/4] " in said.getvalue()
     return starts, len(RunStore(toy.folder / "pooled" / "runs").runs())
 
 
