@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .config import RunConfig
@@ -34,7 +34,11 @@ CORPUS_SETTINGS = (
 
 @dataclass(eq=False)
 class Job:
-    """A run asked of a `Pool`. error: why its worker could not even begin the run's folder."""
+    """A run asked of a `Pool`.
+
+    tokens: folder of its corpus, None for the worker to look it up. error: why its worker could
+    not even begin the run's folder.
+    """
 
     config: RunConfig
     parent: Parent | None
@@ -43,6 +47,7 @@ class Job:
     device: str | None = None
     process: subprocess.Popen | None = None
     log: Path | None = None
+    tokens: Path | None = None
     error: str = ""
 
     def state(self) -> str:
@@ -140,7 +145,7 @@ class Pool:
         for device in self.devices:
             visible(device)
         self.running: list[Job] = []
-        self._corpora: dict[tuple, str] = {}
+        self._corpora: dict[tuple, tuple[str, Path]] = {}
 
     def __enter__(self) -> Pool:
         self._scratch = tempfile.TemporaryDirectory()
@@ -170,14 +175,19 @@ class Pool:
                     f"device={config.device} of the run cannot be {device}; "
                     "set device=auto in its config or choose other devices"
                 )
-        corpus = self._corpus_sha256(config, progress)
-        return Job(config, parent, self.store.path(config, corpus, parent), max_steps)
+        sha256, tokens = self._corpus(config, progress)
+        path = self.store.path(config, sha256, parent)
+        return Job(config, parent, path, max_steps, tokens=tokens)
 
-    def _corpus_sha256(self, config: RunConfig, progress: bool) -> str:
-        """Looked up once for equal settings: to walk over all installed text takes seconds."""
+    def _corpus(self, config: RunConfig, progress: bool) -> tuple[str, Path]:
+        """(sha256, folder of its tokens), looked up once for equal settings.
+
+        To walk over all installed text takes seconds.
+        """
         settings = tuple(getattr(config, name) for name in CORPUS_SETTINGS)
         if settings not in self._corpora:
-            self._corpora[settings] = load_corpus(config, self.cache_dir, progress).sha256
+            found = load_corpus(config, self.cache_dir, progress)
+            self._corpora[settings] = found.sha256, found.folder.path
         return self._corpora[settings]
 
     def work(
@@ -235,6 +245,7 @@ def _start(job: Job, store: RunStore, threads: int, cache_dir, scratch: Path) ->
                 "threads": threads,
                 "max_steps": job.max_steps,
                 "cache_dir": str(cache_dir),
+                "tokens": str(job.tokens) if job.tokens else None,
                 "launcher": os.getpid(),
             }
         )
@@ -313,8 +324,13 @@ def worker(order: dict) -> None:
     from . import train as trainer
 
     torch.set_num_threads(order["threads"])
+    config, corpus = RunConfig.from_dict(order["config"]), None
+    if order["tokens"]:  # the launcher has found them, by a walk over all text that takes seconds
+        of_tokens = replace(config, corpus=f"bin:{order['tokens']}")
+        corpus = load_corpus(of_tokens, order["cache_dir"], progress=False)
     trainer.train(
-        RunConfig.from_dict(order["config"]),
+        config,
+        corpus=corpus,
         store=RunStore(order["store"]),
         parent=Parent(**order["parent"]) if order["parent"] else None,
         max_steps=order["max_steps"],

@@ -125,3 +125,13 @@ def test_a_named_device_is_no_part_of_a_runs_identity(place):
     )
     (plain,) = train_many([tiny(corpus, order_seed=9)], store=RunStore(folder / "plain"), **asked)
     assert named.status == "finished" and named.path.name == plain.path.name
+
+
+def test_a_worker_trains_on_the_tokens_that_its_launcher_found(tmp_path):
+    config = tiny(write_corpus(tmp_path / "text"), max_steps=2)
+    with many.Pool(RunStore(tmp_path / "runs"), cache_dir=tmp_path / "data") as pool:
+        waiting, ended = [pool.job(config, progress=False)], []
+        (tmp_path / "text" / "document00.txt").unlink()  # to look again would give other tokens
+        pool.work(lambda: waiting.pop() if waiting else None, ended.append)
+    (job,) = ended
+    assert job.done and not job.error and not pool.running
