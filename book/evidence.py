@@ -122,7 +122,10 @@ def write_archive(
     commit: str | None = None,
     command: str | None = None,
 ) -> Path:
-    """Write the archive of an experiment; the name says machine and date."""
+    """Write the archive of an experiment; the name says machine and date.
+
+    Of an archive that has that name already nothing is lost (`with_earlier`).
+    """
     told = {
         "experiment": experiment.name,
         "question": experiment.question,
@@ -132,6 +135,8 @@ def write_archive(
         told["repeats"] = repeats(experiment, runs)
     command = command or f"python -m book.evidence {experiment.name} --preset {preset}"
     rows = collect(experiment, without_paused(experiment, runs))
+    source = provenance(runs.values(), preset, command, commit)
+    rows = with_earlier(rows, archive_path(experiment.name, source, folder), source["code"])
     path = save_archive(told, rows, runs.values(), preset, command, folder, commit)
     if experiment.captures:
         keep_captures(runs, path.with_suffix(""))
@@ -144,6 +149,23 @@ def repeats(experiment: Experiment, runs: Mapping[tuple[str, int], Run]) -> dict
     rest = {name for name, run in runs.items() if run.status != "running"}
     both = sorted(seed for arm, seed in rest if arm == first and (again, seed) in rest)
     return {str(seed): compare(runs[first, seed], runs[again, seed]) for seed in both}
+
+
+def with_earlier(rows: list[dict], path: Path, code: str) -> list[dict]:
+    """The rows, and before them those of other runs that the archive at `path` holds.
+
+    An archive has one provenance: one that other code has made is moved aside, its code in its
+    name.
+    """
+    if not path.exists():
+        return rows
+    earlier = json.loads(path.read_text())
+    made_by = earlier["provenance"]["code"]
+    if made_by != code:
+        path.rename(path.with_name(f"{path.stem}-{made_by}.json"))
+        return rows
+    mine = {row["run"] for row in rows}
+    return [*(row for row in earlier["rows"] if row["run"] not in mine), *rows]
 
 
 def archive_path(name: str, source: Mapping, folder: Path = RESULTS) -> Path:
@@ -161,9 +183,17 @@ def save_archive(
     folder: Path,
     commit: str | None = None,
 ) -> Path:
-    """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows."""
-    told = told | {"provenance": provenance(runs, preset, command, commit), "rows": rows}
-    path = archive_path(told["experiment"], told["provenance"], folder)
+    """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows.
+
+    Seeds and cost are those of the rows, which may be of more runs than `runs`.
+    """
+    source = provenance(runs, preset, command, commit)
+    if rows and all("seed" in row for row in rows):
+        source["seeds"] = sorted({row["seed"] for row in rows})
+    if rows and all("seconds" in row for row in rows):
+        source["duration_s"] = round(sum(row["seconds"] or 0.0 for row in rows), 1)
+    told = told | {"provenance": source, "rows": rows}
+    path = archive_path(told["experiment"], source, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n")

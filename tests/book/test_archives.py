@@ -7,7 +7,14 @@ import pytest
 
 from book import evidence, searches
 from book.captions import archived
-from book.evidence import archives, latest, provenance, save_archive
+from book.evidence import (
+    archive_path,
+    archives,
+    latest,
+    provenance,
+    save_archive,
+    with_earlier,
+)
 from book.experiments import EXPERIMENTS
 from gpt2.config import make_config
 
@@ -39,6 +46,28 @@ def test_files_are_named_by_the_machine_that_trained_and_read_back(tmp_path):
     kept = latest("x", "cpu", tmp_path)
     assert kept.rows == kept.arm("a") == [{"arm": "a"}] and "16-core Some CPU" in kept.source
     assert latest("x", "mini", tmp_path) is None and archives("y", tmp_path) == []
+
+
+def test_nothing_is_lost_of_an_archive_of_the_same_day(tmp_path):
+    """Another call, other arms: rows of the same code stay, an archive of other code too."""
+
+    def save_rows(rows, code):
+        path = archive_path("x", provenance([run(code=code)], "cpu", ""), tmp_path)
+        whole = with_earlier(rows, path, code[:12])
+        return save_archive({"experiment": "x"}, whole, [run(code=code)], "cpu", "", tmp_path)
+
+    def row(name, seed, **more):
+        return {"run": name, "seed": seed, "seconds": 10.0} | more
+
+    save_rows([row("a", 0), row("b", 1)], "1" * 64)
+    save_rows([row("b", 1, steps=7), row("c", 2)], "1" * 64)
+    (kept,) = archives("x", tmp_path)
+    assert kept.rows == [row("a", 0), row("b", 1, steps=7), row("c", 2)]
+    assert kept.provenance["seeds"] == [0, 1, 2] and kept.provenance["duration_s"] == 30.0
+    save_rows([row("d", 0)], "2" * 64)
+    before, now = archives("x", tmp_path)  # the newest last
+    assert before.rows == kept.rows and before.path.stem.endswith("-" + 12 * "1")
+    assert now.rows == [row("d", 0)] and now.path == kept.path
 
 
 def test_a_gpu_names_itself(tmp_path):

@@ -94,7 +94,9 @@ def test_a_killed_program_has_archived_what_trained_by_then(toy, pooled, monkeyp
         def write(self):
             super().write()
             rows = [row for kept in archived(toy, "killed").values() for row in kept["rows"]]
-            if {"finished", "interrupted"} <= {row["status"] for row in rows}:
+            ended = sum(row["status"] == "finished" for row in rows)
+            caught = any(row["status"] == "interrupted" for row in rows)
+            if ended and (caught or ended > 1):  # runs this short may not be caught training
                 raise Killed
 
     monkeypatch.setattr(evidence, "Archiver", Mortal)
