@@ -14,11 +14,11 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from gpt2.outcomes import ONSET_STEPS, SIGNALS, Onset, onset
+from gpt2.outcomes import ONSET_STEPS, SIGNALS, Onset, is_healthy, onset
 
-from .records import FAILED, failed_step, record_metrics
+from .records import FAILED, failed_step, one_a_seed, record_metrics
 
-TWIN = "delta_fp32"
+LOW, TWIN = "low", "delta_fp32"
 SAME_START = 0.01  # nats between the first losses of two runs on the same batches and weights
 
 
@@ -69,11 +69,12 @@ def _signals(row: Mapping) -> dict[str, np.ndarray]:
 
 
 def judged(rows: Sequence[Mapping]) -> list[dict]:
-    """The records, those without an onset judged again where their twin came farther since.
+    """The records, judged again beside runs of the same seed that were trained in other calls.
 
-    rows: records of runs from scratch with "recipe", of which a seed's twin may have been trained
-    in another call. A changed one says "judged_from": "records", "judged_to": the step up to which
-    both runs are known, and "resolution": steps.
+    One without an onset against the twin that came farther since, and one without a sign against
+    the failure of low precision, which it may have outlived: then it is *healthy*.
+    rows: records with "recipe". One that shows an onset says "judged_from": "records",
+    "judged_to": the step up to which both runs are known, and "resolution": steps.
     """
     twins = {(r["recipe"], r["seed"]): r for r in rows if r["arm"] == TWIN and _whole(r)}
     out = []
@@ -83,7 +84,20 @@ def judged(rows: Sequence[Mapping]) -> list[dict]:
         asked = asked and not _is_dial(row)
         known = min(row["steps"], twin["steps"]) if asked else 0
         out.append(_judged(row, twin, known) if known > (row.get("judged_to") or 0) else row)
-    return out
+    failed = {
+        (row["recipe"], row["seed"]): failed_step(row)
+        for row in one_a_seed([row for row in out if not _is_dial(row)])
+        if row["arm"] == LOW and row["kind"] in FAILED
+    }
+    return [_outliving(row, failed.get((row["recipe"], row["seed"]))) for row in out]
+
+
+def _outliving(row: Mapping, failing_step: int | None) -> Mapping:
+    """The record, called healthy where it lived for so long without a sign."""
+    asked = row["kind"] == "stable" and row.get("forked_at") is None and row["arm"] != LOW
+    if not asked or _is_dial(row) or not is_healthy(row["steps"], failing_step):
+        return row
+    return row | {"kind": "healthy", "outcome": row["outcome"] | {"kind": "healthy"}}
 
 
 def archived_onsets(rows: Sequence[Mapping], recipe: str) -> dict[int, Onset]:
@@ -92,7 +106,7 @@ def archived_onsets(rows: Sequence[Mapping], recipe: str) -> dict[int, Onset]:
     rows: as for `judged`. Of several runs of a seed the last one counts.
     """
     mine = [row for row in rows if row["recipe"] == recipe]
-    low = [row for row in judged(mine) if row["arm"] == "low" and row["forked_at"] is None]
+    low = [row for row in judged(mine) if row["arm"] == LOW and row["forked_at"] is None]
     failed = {row["seed"] for row in low if row["kind"] in FAILED}
     return {
         row["seed"]: Onset(**row["onset"])
@@ -116,7 +130,7 @@ def _is_dial(row: Mapping) -> bool:
 
 
 def _whole(row: Mapping) -> bool:
-    return row["forked_at"] is None and "train_loss" in row["curves"]
+    return row.get("forked_at") is None and "train_loss" in row.get("curves", {})
 
 
 def _judged(row: Mapping, twin: Mapping, known: int) -> dict:

@@ -9,8 +9,9 @@ both. A twin that diverges as well ends the confirmation: that failure is not de
     python -m book.recipes --recipes mini-lr3 --seeds 0 --arms low,delta_fp32
 
 With `--arms` just these arms and seeds are run, whatever comes of them: a twin as far as its
-failing run, so that an onset can be judged where nothing diverged. An archive of today that holds
-one of the two is joined with the other (`book.onsets`).
+failing run, so that an onset can be judged where nothing diverged, or to outlive it where an
+archive or the run store says that it diverged. The two may be of different archives: they are
+judged together all the same (`book.onsets`).
 
 What to run next is decided from the run store alone, so the same command continues. Every try is
 archived in `book/results/recipes`, whatever came of it.
@@ -33,12 +34,13 @@ from gpt2.many import Job, Pool
 from gpt2.outcomes import HEALTHY_FACTOR, Outcome, series
 from gpt2.runs import Run, RunStore
 
-from .evidence import archive_path, provenance, save_archive
+from . import RESULTS
+from .evidence import archive_path, archives, provenance, save_archive
 from .experiments import Experiment
 from .gpu_experiments import failure
 from .onsets import judged
 from .programs import Saver, add_machine_arguments, seed_list, split_names, time_limit
-from .records import collect
+from .records import collect, one_a_seed
 from .regimes import RECIPES, Regime, get_recipe
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -136,6 +138,7 @@ class Search:
     seeds: Sequence[int] = SEEDS
     reserve: int = 0  # workers that first tries leave to confirmations
     arms: Sequence[str] = ()  # these alone (see `wanted`)
+    archived: Mapping[Key, Outcome] = field(default_factory=dict)  # of low precision
     jobs: dict[Key, Job] = field(default_factory=dict)
     known: dict[Key, Outcome] = field(default_factory=dict)
     lost: dict[Key, str] = field(default_factory=dict)  # why a try cannot be had
@@ -161,7 +164,8 @@ class Search:
         running = [key for key, job in self.jobs.items() if job in self.pool.running]
         firsts = sum(arm == "low" and seed == self.seeds[0] for _, arm, seed in running)
         room = bool(self.arms) or firsts < self.pool.workers - self.reserve
-        for asked in wanted(self.recipes, self.known, self.seeds, self.arms):
+        known = {**self.archived, **self.known} if self.arms else self.known
+        for asked in wanted(self.recipes, known, self.seeds, self.arms):
             if self._done(asked) or asked.key in self.lost or asked.key in running:
                 continue
             if asked.stage == FIRST and not room:
@@ -297,6 +301,17 @@ def save(search: Search, folder: Path, commit: str | None = None) -> list[Path]:
     return paths
 
 
+def archived_failures(recipes: Sequence[str], folder: Path = RESULTS) -> dict[Key, Outcome]:
+    """Outcomes of low precision that diverged, from the archives in `folder` and in the book."""
+    kept = [a for where in {folder, RESULTS} for a in archives("recipes", where)]
+    rows = [row for a in kept for row in a.rows if row["recipe"] in recipes]
+    return {
+        (row["recipe"], "low", row["seed"]): Outcome.from_dict(row["outcome"])
+        for row in one_a_seed(rows)
+        if row["arm"] == "low" and row["kind"] == "diverged"
+    }
+
+
 def _told(how: Regime) -> dict:
     return {
         "preset": how.preset,
@@ -357,7 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {how.preset}, {how.low}, at most {how.most:,} steps; {told}")
         return 0
     reserve = args.workers // 4 if args.reserve is None else args.reserve
-    search = Search(recipes, pool, seeds, reserve, arms)
+    archived = archived_failures(names, Path(args.results))
+    search = Search(recipes, pool, seeds, reserve, arms, archived)
 
     def archive() -> list[Path]:
         return save(search, Path(args.results), args.commit)

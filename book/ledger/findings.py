@@ -34,6 +34,7 @@ from kernels.scope import ScopedNumerics
 from .. import RESULTS
 from ..evidence import Archive, archives
 from ..experiments import EXPERIMENTS
+from ..onsets import judged
 from ..records import one_a_seed
 from ..regimes import get_recipe
 
@@ -168,7 +169,7 @@ class Evidence:
         if name not in self._read:
             whole, _, recipe = name.partition("/")
             found = archives(whole, self.folder)
-            self._read[name] = [_of_recipe(a, recipe) for a in found] if recipe else found
+            self._read[name] = _of_recipe(found, recipe) if recipe else found
         return [a for a in self._read[name] if a.rows]
 
     def names(self, pattern: str) -> list[str]:
@@ -191,9 +192,14 @@ class Evidence:
         return max(found, key=lambda told: told["date"], default=None)
 
 
-def _of_recipe(archive: Archive, recipe: str) -> Archive:
-    rows = [row for row in archive.rows if row["recipe"] == recipe]
-    return replace(archive, rows=one_a_seed(rows))
+def _of_recipe(found: Sequence[Archive], recipe: str) -> list[Archive]:
+    """One archive of all runs of a recipe, whose twins may have been trained on another day.
+
+    Its provenance is the newest of them.
+    """
+    of = [a for a in found if any(row["recipe"] == recipe for row in a.rows)]
+    rows = [row for archive in of for row in archive.rows if row["recipe"] == recipe]
+    return [replace(of[-1], rows=one_a_seed(judged(rows)))] if of else []
 
 
 def source(name: str, archive: Archive) -> str:

@@ -159,6 +159,20 @@ def test_recipes_are_experiments_of_their_own(archived):
     assert found.verdict == SUPPORTED and found.effect.startswith("bf16, recipe b: ")
 
 
+def test_a_recipe_is_joined_over_days(archived):
+    """Low precision in one archive of the search, its twin in a later one; each seed once."""
+    low = [r | {"run": f"low{r['seed']}"} for r in tries("a", *BAD)]
+    again = [r | {"run": f"again{r['seed']}"} for r in low[:2]]
+    evidence = archived(recipes=low + again)
+    source = {"machine": "another", "date": "2026-01-03", "preset": "cpu"}
+    twins = [r | {"arm": "twin", "run": f"twin{r['seed']}"} for r in tries("a", *GOOD)]
+    told = {"provenance": source, "rows": twins + tries("b", *GOOD)}
+    (evidence.folder / "recipes" / "b.json").write_text(json.dumps(told))
+    found = apply("fails_somewhere", {"bits": 7, "twin": "twin"}, evidence, ["recipes"])
+    assert found.verdict == SUPPORTED and found.runs == 5
+    assert "failed in 5 of 5" in found.effect and "another" in found.sources[0]
+
+
 def test_fails_somewhere(archived):
     def twins(rows, *kinds):
         return rows + [r | {"arm": "twin", "kind": k} for r, k in zip(rows, kinds)]

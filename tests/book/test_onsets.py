@@ -97,3 +97,20 @@ def test_a_run_at_fewer_bits_is_not_judged_against_the_twin_in_bf16():
     assert judged(rows)[0]["onset_step"] == 9_000
     dial = rows[0] | {"experiment": "dials-a", "arm": "matched3"}
     assert judged([dial, rows[1]])[0]["onset_step"] is None
+
+
+def test_a_twin_that_outlived_a_failure_of_another_call_is_healthy():
+    """1.5 times the steps of low precision, which is archived elsewhere; no less, and no sign."""
+    failed = {"kind": "diverged", "diverged_step": 8_000, "nonfinite_step": None, "steps": 8_000}
+    low = record(metrics(last=8_000)) | failed
+    for last, kind in ((11_900, "stable"), (12_000, "healthy")):
+        twin = record(metrics(last=last), "delta_fp32")
+        witness = record(metrics(last=last), "sdpa")
+        other = record(metrics(last=last), "delta_fp32", seed=1)
+        found = judged([low, twin, witness, other])
+        assert [row["kind"] for row in found] == ["diverged", kind, kind, "stable"]
+        assert Outcome.from_dict(found[1]["outcome"]).kind == kind
+    dial = record(metrics(), "output4") | {"experiment": "dials-x"}
+    assert judged([low, dial])[1]["kind"] == "stable"
+    fork = record(metrics(), "flash") | {"forked_at": 100}
+    assert judged([low, fork])[1]["kind"] == "stable"

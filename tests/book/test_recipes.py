@@ -85,6 +85,23 @@ def test_named_arms_are_run_whatever_comes_of_them():
     assert tries(known, both) == [*pairs[:3], ("delta_fp32", 2, 271)]
 
 
+def test_a_twin_outlives_what_an_archive_says_of_low_precision(tmp_path):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    row = {"recipe": "a", "arm": "low", "forked_at": None, "status": "diverged"}
+    rows = [
+        row | {"seed": s, "kind": "diverged", "outcome": diverged(100 + s).to_dict()}
+        for s in (1, 2)
+    ]
+    rows += [row | {"seed": 3, "kind": "stable", "outcome": Outcome("stable", 500).to_dict()}]
+    told = {"provenance": {"date": "2026-01-01"}, "rows": rows}
+    (folder / "x.json").write_text(json.dumps(told))
+    found = recipes.archived_failures(["a"], tmp_path)
+    assert {key[2]: o.failed_step for key, o in found.items()} == {1: 101, 2: 102}
+    asked = wanted({"a": TWO["a"]}, found, seeds=(1, 3), arms=["delta_fp32"])
+    assert [(t.seed, t.steps) for t in asked] == [(1, 153), (3, 200)]
+
+
 def test_recipes_are_what_they_say_and_no_names_of_presets():
     allowed = set(
         "n_layer n_head n_embd block_size batch_size learning_rate beta2 tokenizer".split()
