@@ -27,6 +27,7 @@ from .findings import (
 
 Findings = Mapping[str, Finding]
 OPEN = "open question"
+BF16_BITS = 7  # of the fraction: what a claim about bf16 itself asks for
 MEANING = {
     SUPPORTED: "enough runs in each arm, and the outcome is the claimed one, by the rule below; "
     "of arithmetic: it holds",
@@ -126,7 +127,8 @@ def ranked(claims: Sequence[Claim], findings: Findings, verdict: str, runs: bool
 
 
 def summary(claims: Sequence[Claim], findings: Findings, most: int = 7) -> Markdown:
-    """The ledger in a few lines, for the front page: counts, strongest support, contradictions."""
+    """The ledger in a few lines, for the front page: counts, strongest support, contradictions,
+    and which way bf16 itself points."""
     found = Counter(f.verdict for f in findings.values())
     told = ", ".join(f"**{found[v]}** {v}" for v in VERDICTS)
     lines = [f"Of {len(claims)} claims and open questions ({{doc}}`ledger`): {told}."]
@@ -140,6 +142,12 @@ def summary(claims: Sequence[Claim], findings: Findings, most: int = 7) -> Markd
         if chosen:
             told = "\n".join(f"- {_quoted(c, findings)}" for c in chosen)
             lines.append(f"{words}:\n\n{told}")
+    real = [c for c in claims if c.parameters.get("bits") == BF16_BITS]
+    real = [c for c in real if findings[c.id].verdict == OBSERVED]
+    if real:
+        told = "\n".join(f"- {_pointing(c, findings)}" for c in real)
+        words = f"In bf16 itself, on a GPU, from fewer than the {VERDICT_RUNS} runs of a verdict"
+        lines.append(f"{words}:\n\n{told}")
     few = found[OBSERVED] + found[NOT_TESTED]
     lines.append(
         f"{few} wait for more runs. Read the small print in brackets: what fails with 2 fraction "
@@ -152,6 +160,13 @@ def _quoted(claim: Claim, findings: Findings) -> str:
     """The claim and where it was tried."""
     where = list(dict.fromkeys(e.where for e in findings[claim.id].effects if e.where))
     return f"{claim.claim}" + (f" *({'; '.join(where)})*" if where else "")
+
+
+def _pointing(claim: Claim, findings: Findings) -> str:
+    """The claim, and which way what was observed points in each setting."""
+    effects = [e for e in findings[claim.id].effects if e.where and e.points]
+    told = list(dict.fromkeys(f"{e.where.removeprefix('bf16, ')}: {e.points}" for e in effects))
+    return f"{claim.claim}" + (f" *({'; '.join(told)})*" if told else "")
 
 
 def missing(claims: Sequence[Claim], findings: Findings) -> Markdown:

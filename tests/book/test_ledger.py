@@ -202,6 +202,10 @@ def test_the_summary_counts_and_ranks():
     stronger = FOUND | {"failure-bf16": Finding("supported", (Effect(""),), 5, strength=0.9)}
     ranked = page.ranked(SHORT, stronger, "supported", runs=True)
     assert [c.id for c in ranked] == ["failure-bf16", "failure"]
+    seen = Effect("failed in 5 of 5", "bf16, recipe r", points="as claimed")
+    observed = FOUND | {"failure-bf16": Finding("observed", (seen,), 2)}
+    assert "In bf16 itself, on a GPU" not in text
+    assert "does not. *(recipe r: as claimed)*" in page.summary(SHORT, observed).data
     opened = [replace(c, source="open question") for c in SHORT]
     assert page.ranked(opened, stronger, "supported", runs=True) == []
 
