@@ -22,7 +22,7 @@ from .onsets import failed_twins, judged
 from .record_figures import captioned_panels
 from .records import FAILED, failed_steps, one_a_seed
 from .regimes import RECIPES
-from .signs import signs, signs_words
+from .signs import places_words, signs, signs_words
 from .survival import share_interval
 from .tables import markdown_table, number, step_text
 
@@ -358,7 +358,7 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
 
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
-    found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows)]
+    found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows), *places_words(rows)]
     found += forks_lines(rows)
     found += attribution_words(rows)
     return Markdown("\n".join([*(f"- {line}" for line in found), *dials.splitlines()]))

@@ -18,6 +18,7 @@ from .tables import markdown_table, number
 
 EARLY = 0.25  # of a run: what grows after that is compared with what was there by then
 GREW = 10.0  # times the early score: such a run is shown though it did not diverge
+MANY = 0.4  # share of a head's rows that tie: more than any twin's has reached
 LONG = 5_000  # steps below which a run without a failure shows no sign worth a line
 
 
@@ -141,3 +142,35 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
             f"{found.loss_above_best:.3f} nats above its best, {end}; {judged}."
         )
     return told
+
+
+def places_words(rows: Sequence[Mapping]) -> list[str]:
+    """For each recipe, the head of each failed run whose ties first passed MANY of its rows.
+
+    Of the runs that `signs_words` tells of. Layers and heads are counted from 0.
+    """
+    found: dict[str, list[str]] = {}
+    for row in one_a_seed(rows):
+        first = first_head(row)
+        if row["arm"] != "low" or row["kind"] != "diverged" or first is None:
+            continue
+        if not signs(row).grew or failed_twins(rows, row["recipe"]):
+            continue
+        step, layer, head = first
+        told = f"seed {row['seed']}: layer {layer}, head {head} at step {step:,}"
+        found.setdefault(row["recipe"], []).append(told)
+    return [
+        f"Where it begins in {recipe}: the first head with {100 * MANY:.0f} % of its rows tied, "
+        f"counted from 0, is {'; '.join(seeds)}."
+        for recipe, seeds in found.items()
+    ]
+
+
+def first_head(row: Mapping) -> tuple[int, int, int] | None:
+    """(step, layer, head) of the first kept point at which a head has MANY of its rows tied."""
+    heads = row["curves"].get("tie_rate", {}).get("head")
+    steps, ties = curve(row, "tie_rate")
+    if not heads or not (ties >= MANY).any():
+        return None
+    at = int((ties >= MANY).argmax())
+    return int(steps[at]), *heads[at]

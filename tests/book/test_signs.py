@@ -2,7 +2,7 @@
 
 import pytest
 
-from book.signs import signs, signs_table, signs_words
+from book.signs import first_head, places_words, signs, signs_table, signs_words
 
 
 def row(scores, **more):
@@ -62,3 +62,15 @@ def test_a_cycle_to_its_end_is_told_unless_the_twin_failed_as_well():
     assert signs_words([failed, twin]) == []
     for other in ({"recipe": "another"}, {"forked_at": 3}, {"kind": "stable"}):
         assert len(signs_words([failed, twin | other])) == 1
+
+
+def test_the_head_in_which_it_begins_is_named():
+    failed = row([1, 100, 150, 500, 2_000], kind="diverged", diverged_step=10_000)
+    assert first_head(failed) is None and places_words([failed]) == []  # no heads were kept
+    ties = failed["curves"]["tie_rate"] | {"head": [[0, 1], [0, 1], [2, 0], [3, 1], [3, 1]]}
+    failed["curves"]["tie_rate"] = ties
+    assert first_head(failed) == (5_000, 2, 0)
+    (told,) = places_words([failed, failed | {"seed": 1}])
+    assert "40 % of its rows tied" in told and told.count("layer 2, head 0 at step 5,000") == 2
+    for other in ({"arm": "delta_fp32"}, {"forked_at": 3}, {"kind": "stable"}):
+        assert places_words([failed | other]) == []
