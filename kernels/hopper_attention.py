@@ -79,9 +79,7 @@ def refusal(
     dtype: of q, k and v; shapes, strides: of each, in elements; addresses: of each, in bytes;
     capability: of the GPU.
     """
-    if tuple(capability) != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
-    if why := _refused_numerics(numerics) or _refused_gluon():
+    if why := _refused_gpu(capability) or _refused_numerics(numerics) or _refused_gluon():
         return why
     if probe and shapes[1][2] >= 2**19:
         return f"{shapes[1][2]} keys: a thread's counts for probes have 16 bits"
@@ -89,14 +87,30 @@ def refusal(
         return f"scale={scale} is not positive"
     if dtype != torch.bfloat16:
         return f"inputs are {dtype}, not torch.bfloat16"
+    if why := _refused_widths(shapes):
+        return why
+    least = LEAST_KEYS[shapes[0][3], numerics.reference]
+    return _refused_few(shapes, causal, least) or _refused_places(shapes, strides, addresses)
+
+
+def _refused_widths(shapes) -> str | None:
     D, DV = shapes[0][3], shapes[2][3]
     if D != DV or D not in (64, 128):
         return f"head dimensions {D} and {DV} are not both 64 or both 128"
+    return None
+
+
+def _refused_few(shapes, causal: bool, least: int) -> str | None:
     keys = mean_keys(shapes[0][2], shapes[1][2], causal)
-    least = LEAST_KEYS[D, numerics.reference]
     if keys < least:
         return f"a query sees {keys} keys on average, and this was found faster from {least} on"
-    return _refused_places(shapes, strides, addresses)
+    return None
+
+
+def _refused_gpu(capability) -> str | None:
+    if tuple(capability) != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
+    return None
 
 
 def _refused_places(shapes, strides, addresses) -> str | None:
@@ -152,6 +166,11 @@ def _refused_gluon() -> str | None:
     except (ImportError, AttributeError) as error:  # names move between versions
         return f"this version of Triton has another Gluon ({error})"
     return None
+
+
+def pairs_of_blocks(length: int, heads: int) -> int:
+    """Pairs of blocks of PARTS * ROWS rows, over all heads and batches; one may be alone."""
+    return (-(-length // (PARTS * ROWS)) + 1) // 2 * heads
 
 
 def describe(x: Tensor, rows: int):
@@ -236,7 +255,7 @@ def forward(
     )  # fmt: skip
     unit = scale if arguments["RAW"] else 1.0
     offsets = (policy.eps / unit, policy.min_offset / unit, policy.max_offset / unit)
-    pairs = (-(-Tq // (PARTS * ROWS)) + 1) // 2 * B * H
+    pairs = pairs_of_blocks(Tq, B * H)
     with torch.cuda.device(device):
         hopper_forward_kernel[(min(pairs, _multiprocessors(device)),)](
             describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse, high, scale, H,
@@ -264,24 +283,24 @@ def backward_refusal(
     dtypes, shapes, strides (in elements), addresses (in bytes): of q, k, v and dO; capability: of
     the GPU. With other blocks of the general kernel, sums may have another order.
     """
-    if tuple(capability) != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
-    if why := _refused_backward_numerics(numerics) or _refused_gluon():
+    if why := never_backward(numerics, capability):
         return why
     for dtype in dtypes:
         if dtype != torch.bfloat16:
             return f"an input is {dtype}, not torch.bfloat16"
-    D, DV = shapes[0][3], shapes[2][3]
-    if D != DV or D not in (64, 128):
-        return f"head dimensions {D} and {DV} are not both 64 or both 128"
+    if why := _refused_widths(shapes):
+        return why
     if shapes[0][1] != shapes[1][1]:
         return f"{shapes[0][1]} heads of queries and {shapes[1][1]} of keys: grouped queries"
-    keys, least = mean_keys(shapes[0][2], shapes[1][2], causal), BACKWARD_LEAST_KEYS[D]
+    least = BACKWARD_LEAST_KEYS[shapes[0][3]]
     if least is None:
-        return f"head dimension {D} has not been timed"
-    if keys < least:
-        return f"a query sees {keys} keys on average, and this was found faster from {least} on"
-    return _refused_places(shapes, strides, addresses)
+        return f"head dimension {shapes[0][3]} has not been timed"
+    return _refused_few(shapes, causal, least) or _refused_places(shapes, strides, addresses)
+
+
+def never_backward(numerics: Numerics, capability) -> str | None:
+    """Why `backward_refusal` lets no tensors of these numerics pass; None if it may let some."""
+    return _refused_gpu(capability) or _refused_backward_numerics(numerics) or _refused_gluon()
 
 
 @lru_cache(maxsize=256)
@@ -365,19 +384,16 @@ def backward(
     dk = torch.empty(k.shape, dtype=torch.bfloat16, device=device)
     dv = torch.empty(v.shape, dtype=torch.bfloat16, device=device)
     blocks = [describe(x, ROWS) for x in (q, k, v, dout)]
-
-    def pairs(length):
-        return (-(-length // (PARTS * ROWS)) + 1) // 2 * B * H
-
+    of_keys, of_queries = (pairs_of_blocks(length, B * H) for length in (Tk, Tq))
     with torch.cuda.device(device):
         programs = _multiprocessors(device)
         values = _row_values(lse, delta_k, inverse_unit)
-        hopper_grad_keys_kernel[(min(pairs(Tk), programs),)](
-            *blocks, *values, dk, dv, scale, H, Tq, Tk, pairs(Tk), **arguments
+        hopper_grad_keys_kernel[(min(of_keys, programs),)](
+            *blocks, *values, dk, dv, scale, H, Tq, Tk, of_keys, **arguments
         )
         if delta is not delta_k:
             values = _row_values(lse, delta, inverse_unit)
-        hopper_grad_queries_kernel[(min(pairs(Tq), programs),)](
-            *blocks, *values, dq, scale, H, Tq, Tk, pairs(Tq), **arguments
+        hopper_grad_queries_kernel[(min(of_queries, programs),)](
+            *blocks, *values, dq, scale, H, Tq, Tk, of_queries, **arguments
         )
     return dq, dk, dv

@@ -419,6 +419,9 @@ def backward_kernel_name(
     dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *, numerics: Numerics, causal: bool
 ) -> str:
     """Which backward serves a call on tensors on their grid: "hopper" (Gluon) or "general"."""
+    capability = _capability(q.device)
+    if hopper_attention.never_backward(numerics, capability):
+        return "general"  # before any tensor is asked where it lies
     tensors = (q, k, v, dO)
     refused = hopper_attention.backward_refusal(
         numerics,
@@ -426,7 +429,7 @@ def backward_kernel_name(
         shapes=[x.shape for x in tensors],
         strides=[x.stride() for x in tensors],
         addresses=[x.data_ptr() for x in tensors],
-        capability=_capability(q.device),
+        capability=capability,
         causal=causal,
     )
     return "hopper" if refused is None else "general"

@@ -172,11 +172,13 @@ def _descriptor(name: str, tile: int, head_dim: int) -> str:
     """The type of a descriptor of the copy engine in Triton's notation."""
     from triton.experimental.gluon import language as gl
 
+    from .hopper_attention import ROWS
+
     if name in ("lse_desc", "delta_desc"):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
         return f"tensordesc<fp32[1, 1, {tile}],{layout!r}>"
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    rows = 64 if name == "q_desc" else tile
+    rows = ROWS if name == "q_desc" else tile
     return f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
 
 
