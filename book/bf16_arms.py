@@ -95,8 +95,9 @@ def by_onset(rows: Sequence[Mapping]) -> set[str]:
 
 
 def compared_to(forks: Sequence[Mapping]) -> int:
-    """The step up to which all forks but those that failed are known."""
-    return min(row["steps"] for row in forks if row["kind"] not in FAILED)
+    """The step up to which all forks but those that failed are known; of failed ones the last."""
+    last = max(row["steps"] for row in forks)
+    return min((row["steps"] for row in forks if row["kind"] not in FAILED), default=last)
 
 
 def late_mean(row: Mapping, name: str, end: int) -> float | None:

@@ -20,7 +20,7 @@ from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
 from .onsets import failed_twins, judged
 from .record_figures import captioned_panels
-from .records import FAILED, failed_steps, one_a_seed
+from .records import FAILED, cut_by_clock, failed_steps, one_a_seed
 from .regimes import RECIPES
 from .signs import places_words, signs, signs_words
 from .survival import share_interval
@@ -253,14 +253,6 @@ def rise(row: Mapping) -> float | None:
     return finite[-1] - min(finite) if finite else None
 
 
-def cut_by_clock(row: Mapping) -> bool:
-    """Whether the clock stopped a run before it failed or came to the step asked of it."""
-    if row["status"] != "interrupted":
-        return False
-    told = row.get("message")
-    return row["kind"] != "healthy" if told is None else "as asked" not in told
-
-
 def decided(rows: Sequence[Mapping]) -> list[Mapping]:
     """The runs that count in a share: those that failed, or came to their end without."""
     return [row for row in rows if row["status"] != "failed" and not cut_by_clock(row)]
@@ -274,8 +266,10 @@ def pace_of(row: Mapping) -> float | None:
 
 def success_table(rows: Sequence[Mapping]) -> Markdown:
     """Per recipe: the share of seeds in which low precision diverged, with its interval, beside
-    the twin and PyTorch's own attention. A verdict needs VERDICT_RUNS of
-    it, and for each that failed a twin that failed as well or is healthy."""
+    the twin and PyTorch's own attention.
+
+    A verdict needs VERDICT_RUNS, and beside each that failed a twin that did too or is healthy.
+    """
     if not rows:
         return Markdown("*No success rate: nothing was run.*")
     lines = []

@@ -137,7 +137,7 @@ def write_archive(
     rows = collect(experiment, without_paused(experiment, runs))
     source = provenance(runs.values(), preset, command, commit)
     rows = with_earlier(rows, archive_path(experiment.name, source, folder), source["code"])
-    path = save_archive(told, rows, runs.values(), preset, command, folder, commit)
+    path = save_archive(told, rows, source, folder)
     if experiment.captures:
         keep_captures(runs, path.with_suffix(""))
     return path
@@ -164,8 +164,13 @@ def with_earlier(rows: list[dict], path: Path, code: str) -> list[dict]:
     if made_by != code:
         path.rename(path.with_name(f"{path.stem}-{made_by}.json"))
         return rows
+    return joined(earlier["rows"], rows)
+
+
+def joined(earlier: list[dict], rows: list[dict]) -> list[dict]:
+    """The earlier rows of other runs, then `rows`."""
     mine = {row["run"] for row in rows}
-    return [*(row for row in earlier["rows"] if row["run"] not in mine), *rows]
+    return [*(row for row in earlier if row["run"] not in mine), *rows]
 
 
 def archive_path(name: str, source: Mapping, folder: Path = RESULTS) -> Path:
@@ -174,20 +179,12 @@ def archive_path(name: str, source: Mapping, folder: Path = RESULTS) -> Path:
     return folder / name / file
 
 
-def save_archive(
-    told: dict,
-    rows: list[dict],
-    runs: Iterable[Run],
-    preset: str,
-    command: str,
-    folder: Path,
-    commit: str | None = None,
-) -> Path:
-    """Write told["experiment"]'s archive: what is told of it, its runs' provenance, its rows.
+def save_archive(told: dict, rows: list[dict], source: Mapping, folder: Path) -> Path:
+    """Write told["experiment"]'s archive: what is told of it, its provenance, its rows.
 
-    Seeds and cost are those of the rows, which may be of more runs than `runs`.
+    source: `provenance` of runs. Seeds and cost are those of the rows, which may be of more.
     """
-    source = provenance(runs, preset, command, commit)
+    source = dict(source)
     if rows and all("seed" in row for row in rows):
         source["seeds"] = sorted({row["seed"] for row in rows})
     if rows and all("seconds" in row for row in rows):
@@ -218,6 +215,12 @@ def archives(name: str, folder: Path = RESULTS) -> list[Archive]:
                 f"{path} is not an archive ({error!r}); restore or delete it"
             ) from None
     return sorted(found, key=lambda a: a.provenance["date"])
+
+
+def searched(folder: Path = RESULTS) -> list[dict]:
+    """Rows of all archived searches over recipes, those of the book first, then of `folder`."""
+    kept = [a for where in dict.fromkeys((RESULTS, folder)) for a in archives("recipes", where)]
+    return [row for archive in kept for row in archive.rows]
 
 
 def latest(name: str, preset: str | None = None, folder: Path = RESULTS) -> Archive | None:
@@ -389,8 +392,7 @@ def with_onsets(experiment: Experiment, recipe: str, folder: Path = RESULTS) -> 
     """The experiment with its forks placed by the recipe's archived onsets, where it has forks."""
     if experiment.parent is None:
         return experiment
-    kept = [a for where in {folder, RESULTS} for a in archives("recipes", where)]
-    found = archived_onsets([row for archive in kept for row in archive.rows], recipe)
+    found = archived_onsets(searched(folder), recipe)
     return replace(experiment, onsets=tuple(sorted(found.items())))
 
 

@@ -35,7 +35,7 @@ from gpt2.outcomes import HEALTHY_FACTOR, Outcome, series
 from gpt2.runs import Run, RunStore
 
 from . import RESULTS
-from .evidence import archive_path, archives, provenance, save_archive
+from .evidence import archive_path, joined, provenance, save_archive, searched
 from .experiments import Experiment
 from .gpu_experiments import failure
 from .onsets import judged
@@ -296,15 +296,15 @@ def save(search: Search, folder: Path, commit: str | None = None) -> list[Path]:
         }
         command = "python -m book.recipes --recipes " + ",".join(names)
         command += f" --arms {','.join(search.arms)}" if search.arms else ""
-        rows, told = _with_earlier(rows, told, mine, preset, folder)
-        paths.append(save_archive(told, judged(rows), mine, preset, command, folder, commit))
+        source = provenance(mine, preset, command, commit)
+        rows, told = _with_earlier(rows, told, archive_path("recipes", source, folder))
+        paths.append(save_archive(told, judged(rows), source, folder))
     return paths
 
 
 def archived_failures(recipes: Sequence[str], folder: Path = RESULTS) -> dict[Key, Outcome]:
     """Outcomes of low precision that diverged, from the archives in `folder` and in the book."""
-    kept = [a for where in {folder, RESULTS} for a in archives("recipes", where)]
-    rows = [row for a in kept for row in a.rows if row["recipe"] in recipes]
+    rows = [row for row in searched(folder) if row["recipe"] in recipes]
     return {
         (row["recipe"], "low", row["seed"]): Outcome.from_dict(row["outcome"])
         for row in one_a_seed(rows)
@@ -321,15 +321,16 @@ def _told(how: Regime) -> dict:
     }
 
 
-def _with_earlier(rows, told, runs, preset: str, folder: Path) -> tuple[list[dict], dict]:
-    """Add what today's archive of this machine holds of runs that this store does not."""
-    path = archive_path("recipes", provenance(runs, preset, ""), folder)
+def _with_earlier(rows, told, path: Path) -> tuple[list[dict], dict]:
+    """Add what today's archive of this machine, at `path`, holds of runs that this store does not.
+
+    Whatever code has made them: each row says its own.
+    """
     if not path.exists():
         return rows, told
     earlier = json.loads(path.read_text())
-    mine = {row["run"] for row in rows}
-    kept = [row for row in earlier["rows"] if row["run"] not in mine]
-    return [*kept, *rows], told | {"recipes": earlier.get("recipes", {}) | told["recipes"]}
+    recipes = earlier.get("recipes", {}) | told["recipes"]
+    return joined(earlier["rows"], rows), told | {"recipes": recipes}
 
 
 # -- command line ---------------------------------------------------------------------------------

@@ -92,9 +92,16 @@ def one_a_seed(rows: Sequence[Mapping]) -> list[Mapping]:
 
 def _rank(row: Mapping) -> tuple[bool, int]:
     """Of runs that ended all the same, of cut ones by their length."""
-    cut = row.get("status") == "interrupted" and "as asked" not in (row.get("message") or "")
-    ended = not cut or row["kind"] in (*FAILED, "healthy")
+    ended = not cut_by_clock(row) or row["kind"] in (*FAILED, "healthy")
     return ended, 0 if ended else row["steps"]
+
+
+def cut_by_clock(row: Mapping) -> bool:
+    """Whether the clock stopped a run before it failed or came to the step asked of it."""
+    if row["status"] != "interrupted":
+        return False
+    told = row.get("message")
+    return row["kind"] != "healthy" if told is None else "as asked" not in told
 
 
 def worst_heads(metrics: Mapping, onset: Onset | None = None) -> dict[str, dict | None]:

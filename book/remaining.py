@@ -14,10 +14,11 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import HEALTHY_FACTOR
 
-from .chapter6 import best_recipe, cut_by_clock, of, pace_of, shown_recipe
+from .chapter6 import best_recipe, of, pace_of, shown_recipe
 from .experiments import Experiment
 from .forks import AFTER_ONSET, BEFORE_ONSET
 from .gpu_experiments import BUILDERS
+from .records import cut_by_clock
 from .regimes import RECIPES
 from .tables import markdown_table, number
 

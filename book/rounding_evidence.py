@@ -15,7 +15,7 @@ from kernels.forensics import DeltaMeasurement, SignedMean, delta_error
 
 from . import DATA, RESULTS, RUNS
 from .captured import Captured, captured_heads, captured_run, pooled, steepest, worst_head
-from .evidence import save_archive
+from .evidence import provenance, save_archive
 from .head_statistics import (
     OutputError,
     changed_heads,
@@ -139,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         records += found
         told = EXPERIMENT | {"complete": len(runs) == len(seeds)}
         command = f"python -m book.rounding_evidence --preset {args.preset} --seeds {args.seeds}"
-        path = save_archive(told, records, runs, args.preset, command, Path(args.results))
+        source = provenance(runs, args.preset, command)
+        path = save_archive(told, records, source, Path(args.results))
         print(f"seed {seed}: {found[0]['mean']} and {found[1]['mean']} -> {path}", flush=True)
     return 0
 

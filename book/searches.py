@@ -23,7 +23,7 @@ from gpt2.hardware import visible
 from gpt2.runs import Run, RunStore
 
 from .chapter2 import search_sites
-from .evidence import save_archive, with_settings
+from .evidence import provenance, save_archive, with_settings
 from .experiment_runs import run_experiment
 from .experiments import isolation
 from .forks import fork_end, fork_step
@@ -134,7 +134,8 @@ def _archive(
     ended = sum(row["trace"]["state"] != "budget" for row in rows)
     question = "Which smallest set of (site, layer) in fp32 keeps the failing run alive?"
     told = {"experiment": NAME, "question": question, "complete": ended == asked}
-    return save_archive(told, rows, [run for _, run in found], preset, command, folder, commit)
+    source = provenance([run for _, run in found], preset, command, commit)
+    return save_archive(told, rows, source, folder)
 
 
 if __name__ == "__main__":

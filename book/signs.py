@@ -6,7 +6,7 @@ each step; onset, the declared sign, needs the twin (`gpt2.outcomes`) and stands
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,11 +115,8 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
     Not for one of which the twin failed as well: that failure is none of delta's.
     """
     told = []
-    for row in one_a_seed(rows):
-        found = signs(row)
-        if row["arm"] != "low" or not found.grew:
-            continue
-        if None in (found.ties, found.norm) or failed_twins(rows, row["recipe"]):
+    for row, found in _grown(rows):
+        if None in (found.ties, found.norm):
             continue
         diverged = row["kind"] == "diverged"
         end = (
@@ -144,17 +141,23 @@ def signs_words(rows: Sequence[Mapping]) -> list[str]:
     return told
 
 
+def _grown(rows: Sequence[Mapping]) -> Iterator[tuple[Mapping, Signs]]:
+    """Low-precision runs, one a seed, whose scores grew, where no twin failed as well."""
+    for row in one_a_seed(rows):
+        found = signs(row)
+        if row["arm"] == "low" and found.grew and not failed_twins(rows, row["recipe"]):
+            yield row, found
+
+
 def places_words(rows: Sequence[Mapping]) -> list[str]:
     """For each recipe, the head of each failed run whose ties first passed MANY of its rows.
 
     Of the runs that `signs_words` tells of. Layers and heads are counted from 0.
     """
     found: dict[str, list[str]] = {}
-    for row in one_a_seed(rows):
+    for row, _ in _grown(rows):
         first = first_head(row)
-        if row["arm"] != "low" or row["kind"] != "diverged" or first is None:
-            continue
-        if not signs(row).grew or failed_twins(rows, row["recipe"]):
+        if row["kind"] != "diverged" or first is None:
             continue
         step, layer, head = first
         told = f"seed {row['seed']}: layer {layer}, head {head} at step {step:,}"

@@ -182,7 +182,8 @@ def holds_off(
     supported: none showed either; not supported: at least 4 of 5 did; partly: in between.
     """
     due, parts, short = {}, [], 0
-    for _, archive, row in _forks(evidence, experiments):
+    forks = list(_forks(evidence, experiments))
+    for _, archive, row in forks:
         onset = row["onset_step"] if row["arm"] == control else None
         if onset is not None and fraction_bits(row) == bits:
             due[_place(archive, row)] = onset
@@ -190,7 +191,7 @@ def holds_off(
         return untested(f"no fork without a change shows an onset with {bits} fraction bits")
     for arm in names(arms):
         counted = []
-        for name, archive, row in _forks(evidence, experiments):
+        for name, archive, row in forks:
             onset = due.get(_place(archive, row))
             if row["arm"] != arm or onset is None:
                 continue

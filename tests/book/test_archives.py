@@ -30,7 +30,8 @@ def run(seed=0, **environment):
 
 def save(folder, rows, **environment):
     told = {"experiment": "x", "complete": True}
-    return save_archive(told, rows, [run(1), run(0, **environment)], "cpu", "command", folder)
+    source = provenance([run(1), run(0, **environment)], "cpu", "command")
+    return save_archive(told, rows, source, folder)
 
 
 def test_captions_take_the_provenance_of_an_archive():
@@ -52,9 +53,9 @@ def test_nothing_is_lost_of_an_archive_of_the_same_day(tmp_path):
     """Another call, other arms: rows of the same code stay, an archive of other code too."""
 
     def save_rows(rows, code):
-        path = archive_path("x", provenance([run(code=code)], "cpu", ""), tmp_path)
-        whole = with_earlier(rows, path, code[:12])
-        return save_archive({"experiment": "x"}, whole, [run(code=code)], "cpu", "", tmp_path)
+        source = provenance([run(code=code)], "cpu", "")
+        whole = with_earlier(rows, archive_path("x", source, tmp_path), code[:12])
+        return save_archive({"experiment": "x"}, whole, source, tmp_path)
 
     def row(name, seed, **more):
         return {"run": name, "seed": seed, "seconds": 10.0} | more
@@ -72,7 +73,7 @@ def test_nothing_is_lost_of_an_archive_of_the_same_day(tmp_path):
 
 def test_a_gpu_names_itself(tmp_path):
     gpu = [run(machine="NVIDIA H200", device="cuda")]
-    path = save_archive({"experiment": "x"}, [], gpu, "mini", "command", tmp_path)
+    path = save_archive({"experiment": "x"}, [], provenance(gpu, "mini", "command"), tmp_path)
     assert path.name.startswith("nvidia-h200-mini-")
 
 
