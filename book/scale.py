@@ -113,7 +113,7 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
     lines = [
         [
             f"`{r['preset']}`",
-            f"`{r['implementation']}`",
+            f"`{r['implementation']}`" + (", compiled by block" if r.get("by_block") else ""),
             r["processes"],
             f"{r['tokens_per_s']:,.0f}",
             mfu_text(r["mfu"]),

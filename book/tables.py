@@ -55,7 +55,8 @@ def step_text(row: Mapping) -> str:
         return f"{row['kind']} at {step:,}"
     if row["kind"] == "onset":
         return f"onset at {row['onset_step']:,}, no divergence to {row['steps']:,}"
-    return f"{row['kind']} to {row['steps']:,}"
+    told = f"{row['kind']} to {row['steps']:,}"
+    return told if row["outcome"].get("ties_judged", True) else f"{told}, ties not judged"
 
 
 def outcome_table(rows: Sequence[Mapping]) -> Markdown:

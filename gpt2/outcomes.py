@@ -9,6 +9,8 @@ Onset      the first step from which the worst head's tie rate exceeds `ONSET_TI
            spectral norm of W_Q `ONSET_NORM` times, the running maximum of the twin's worst head,
            at every probe of the next `ONSET_STEPS` steps (or up to a failure that comes sooner).
            A tie rate counts only above `TIE_FLOOR`: three times almost nothing is almost nothing.
+           Nor can ties be judged where `ONSET_TIES` times the twin's are more than all rows from
+           the first probe on, as in forks of a state whose rows tie already (`ties_can_show`).
 Healthy    neither of these, and no onset, for `HEALTHY_FACTOR` times the steps that the failing
            arm took to fail. A run that ended sooner without failing is only *stable*.
 Verdict    needs `VERDICT_RUNS` runs in each arm; with fewer a result is *observed*.
@@ -191,6 +193,15 @@ def onset(run: Mapping, twin: Mapping, *, failed_step: int | None = None) -> Ons
     return min(found, key=lambda f: f.step) if found else None
 
 
+def ties_can_show(run: Mapping, twin: Mapping) -> bool:
+    """Whether any tie rate could exceed the twin's as often as an onset asks, at the first probe
+    that both have. True where they share none."""
+    steps, _ = series(run, "tie_rate")
+    twin_steps, values = series(twin, "tie_rate")
+    first = np.flatnonzero(np.isin(twin_steps, steps))[:1]
+    return not len(first) or bool(ONSET_TIES * worst_head(values)[0][: first[0] + 1].max() < 1)
+
+
 def _onset_in(signal: str, run: Mapping, twin: Mapping, failed_step: int | None) -> Onset | None:
     steps, values = series(run, signal)
     twin_steps, twin_values = series(twin, signal)
@@ -221,7 +232,8 @@ def _onset_in(signal: str, run: Mapping, twin: Mapping, failed_step: int | None)
 class Outcome:
     """How one run ended. `kind` is one of `KINDS`; a step is None where nothing of the sort was.
 
-    last_step: the last training step with a loss. held_out_loss: the last finite one.
+    last_step: the last training step with a loss. held_out_loss: the last finite one. ties_judged:
+    false where no tie rate could have met the rule of an onset; then its absence says nothing.
     """
 
     kind: str
@@ -235,6 +247,7 @@ class Outcome:
     best_held_out_loss: float | None = None
     worst_norm: float | None = None
     worst_tie_rate: float | None = None
+    ties_judged: bool = True
     rules: dict = field(default_factory=rules, compare=False)
 
     @property
@@ -260,12 +273,13 @@ class Outcome:
         return cls(**data)
 
     def __str__(self) -> str:
+        unjudged = "" if self.ties_judged else ", ties not judged"
         words = {
             "diverged": f"diverged at step {self.diverged_step}",
             "nonfinite": f"nonfinite at step {self.nonfinite_step}",
             "onset": f"onset at step {self.onset_step}, no divergence by step {self.last_step}",
             "healthy": f"healthy to step {self.last_step}",
-            "stable": f"no failure by step {self.last_step}",
+            "stable": f"no failure by step {self.last_step}{unjudged}",
         }
         return words[self.kind]
 
@@ -291,10 +305,12 @@ def summarize(
     if last is None:
         last = max([tracker.step or 0, *steps[-1:].tolist()])
     first_sign = None if twin is None else onset(metrics, twin, failed_step=failed_step)
+    ties_judged = twin is None or ties_can_show(metrics, twin)
     kind = tracker.verdict
     if kind is None:
         kind = "onset" if first_sign else "stable"
-        if kind == "stable" and is_healthy(last, failing_step, judged=twin is not None):
+        judged = twin is not None and ties_judged
+        if kind == "stable" and is_healthy(last, failing_step, judged=judged):
             kind = "healthy"
     _, held_out = series(metrics, "held_out_loss")
     held_out = held_out[np.isfinite(held_out)]
@@ -310,6 +326,7 @@ def summarize(
         best_held_out_loss=float(held_out.min()) if len(held_out) else None,
         worst_norm=_maximum(metrics, "spectral_norm_q"),
         worst_tie_rate=_maximum(metrics, "tie_rate"),
+        ties_judged=ties_judged,
     )
 
 

@@ -23,7 +23,7 @@ SIGN = Onset(20, "tie_rate", 1, 0, 0.4, 0.1)
 
 def test_an_onset_places_forks_whatever_share_is_asked():
     sign = Onset(12_200, "tie_rate", 1, 0, 0.3, 0.09)
-    assert fork_step(None, 0.25, sign) == fork_step(None, 0.5, sign) == 10_980
+    assert fork_step(None, 0.25, sign) == fork_step(None, 0.5, sign) == 9_760
     assert fork_step(None, 250, sign) == 250
     assert fork_end(None, 1.5, sign) == 19_600
 
@@ -35,13 +35,13 @@ def test_the_parent_is_trained_to_where_forks_start_and_the_twin_comes_along():
     placed = replace(experiment, onsets=((0, Onset(12_200, "tie_rate", 1, 0, 0.3, 0.1)),))
     chosen = jobs(placed, seeds=[0, 1], arms=["same"])
     assert [job.arm.name for job in chosen] == 2 * ["low", "same", "delta_fp32"]
-    assert [pause(placed, job) for job in chosen if job.arm.at is None] == [10_980, None]
+    assert [pause(placed, job) for job in chosen if job.arm.at is None] == [9_760, None]
     assert pause(placed, low, stop_at=500) == 500
 
 
 def test_an_onset_can_be_given_to_experiments_with_forks(capsys):
     placed = evidence.with_given_onset(BUILDERS["sites"]("mini-lr3"), 12_000)
-    assert fork_step(None, 0.25, placed.onset(3)) == 10_800 and placed.onset(3).head is None
+    assert fork_step(None, 0.25, placed.onset(3)) == 9_600 and placed.onset(3).head is None
     for name, step, why in (("failure", "9", "no forks"), ("sites", "1", "no step before it")):
         assert evidence.main([name, "--recipe", "tiny", "--onset", step]) == 2
         assert why in capsys.readouterr().err
@@ -76,13 +76,13 @@ def test_other_sizes_and_muon_are_not_the_recipes_own_runs(kind):
 def test_forks_from_before_an_onset_are_judged_by_onset(toy, capsys):
     code, kept = toy.run("failure-forked", "--arms", "same,delta_dP_P")
     assert code == 0
-    assert "onset at 20, so forks run 18 to 100" in capsys.readouterr().out
+    assert "onset at 20, so forks run 16 to 100" in capsys.readouterr().out
     assert [row["arm"] for row in kept.rows] == ["same", "delta_fp32", "delta_dP_P"]
     for row in kept.rows:
-        assert row["forked_at"] == 18 and row["steps"] == 99 and row["status"] == "finished"
+        assert row["forked_at"] == 16 and row["steps"] == 99 and row["status"] == "finished"
         assert row["curves"]["tie_rate"]["step"][0] == 20  # judged against the twin from here on
     low = [run for run in toy.store.runs() if run.parent is None]
-    assert [(run.step, run.status) for run in low] == [(18, "interrupted")]
+    assert [(run.step, run.status) for run in low] == [(16, "interrupted")]
     assert toy.run("failure-forked", "--arms", "same,delta_dP_P")[0] == 0  # nothing runs again
     assert len(toy.store.runs()) == 4
 
@@ -91,7 +91,7 @@ def test_captures_lie_beside_their_archive(toy):
     code, kept = toy.run("captures")
     assert code == 0 and [row["arm"] for row in kept.rows] == ["captured", "delta_fp32"]
     names = sorted(path.name for path in kept.path.with_suffix("").glob("*"))
-    top = [f"captured-seed0-step_{step:08d}-L1H0.npz" for step in (18, 20, 99)]
+    top = [f"captured-seed0-step_{step:08d}-L1H0.npz" for step in (16, 20, 99)]
     quiet = [name.replace("H0", "H1") for name in top]
     twin = [f"delta_fp32-seed0-step_{step:08d}-L1H0.npz" for step in (20, 99)]
     assert names == sorted([*top, *quiet, *twin])
@@ -119,6 +119,6 @@ def test_a_fork_before_its_parent_came_there_is_refused():
     )
     experiment = replace(BUILDERS["isolation"]("mini-lr3"), onsets=((0, SIGN),))
     late = replace(experiment, onsets=((0, Onset(900, "tie_rate", 1, 0, 0.3, 0.1)),))
-    assert plan_fork(experiment, experiment.arm("exact"), parent).at == 18
+    assert plan_fork(experiment, experiment.arm("exact"), parent).at == 16
     with pytest.raises(ForkError, match="outside the run"):
         plan_fork(late, late.arm("exact"), parent)

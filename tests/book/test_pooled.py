@@ -58,9 +58,9 @@ def test_equal_runs_are_trained_once_parents_first_then_as_named(toy, pooled):
     starts, runs = pooled
     assert starts == [
         (low, None),
-        (low, 18),
-        (f"{low},delta_output=fp32", 18),  # the twin comes along
-        (f"{low},output=fp32", 18),  # of `sites`, whose others are the first's
+        (low, 16),
+        (f"{low},delta_output=fp32", 16),  # the twin comes along
+        (f"{low},output=fp32", 16),  # of `sites`, whose others are the first's
     ]
     assert runs == len(starts)
 
@@ -74,7 +74,7 @@ def test_each_archive_is_as_if_its_experiment_were_run_alone(toy, pooled, capsys
     assert told(together["sites-toy"]) == told(alone)
     assert together["sites-toy"]["provenance"]["command"] == alone["provenance"]["command"]
     assert alone["provenance"]["command"].endswith("sites --recipe toy --onset 20")
-    assert "onset at 20, so forks run 18 to 100" in capsys.readouterr().out
+    assert "onset at 20, so forks run 16 to 100" in capsys.readouterr().out
     assert together["failure-forked-toy"]["rows"][0]["run"] == alone["rows"][0]["run"]
 
 
@@ -109,7 +109,7 @@ def test_a_killed_program_has_archived_what_trained_by_then(toy, pooled, monkeyp
     whole = archived(toy, "pooled")["failure-forked-toy"]
     assert told(kept["failure-forked-toy"])[0] == told(whole)[0]
     cut = [r for k in kept.values() for r in k["rows"] if r["status"] == "interrupted"]
-    assert all(r["message"] == "recorded while it trained" and 18 <= r["steps"] < 99 for r in cut)
+    assert all(r["message"] == "recorded while it trained" and 16 <= r["steps"] < 99 for r in cut)
     assert not list((toy.folder / "killed").glob("*-toy/*.part"))
 
 

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from gpt2 import outcomes
-from gpt2.outcomes import Outcome, OutcomeTracker, divergence, onset, summarize, summarize_arm
+from gpt2.outcomes import (
+    Outcome,
+    OutcomeTracker,
+    divergence,
+    onset,
+    summarize,
+    summarize_arm,
+    ties_can_show,
+)
 
 
 def falling(n=400, end=2.0):
@@ -168,6 +176,22 @@ def test_summary_tells_healthy_from_merely_stable_and_from_onset():
     out = summarize(wild, twin, failing_step=1000)
     assert out.kind == "onset" and out.onset_step == 901 and not out.failed
     assert out.worst_norm == 40.0 and out.held_out_loss == pytest.approx(2.1)
+
+
+@pytest.mark.parametrize("at_the_fork, judged", [(0.35, False), (0.2, True)])
+def test_ties_say_nothing_where_three_times_the_twins_are_more_than_all_rows(at_the_fork, judged):
+    steps = np.arange(0, 1600)
+    twin = np.full(1600, 0.1)
+    twin[0] = at_the_fork  # a fork's first probe is its parent's state
+    calm = metrics(steps, train_loss=falling(1600), tie_rate=per_head(twin))
+    wild = dict(calm, tie_rate=per_head(np.full(1600, 0.84)))
+    assert ties_can_show(wild, calm) is judged
+    out = summarize(wild, calm, failing_step=1000)
+    assert out.kind == ("onset" if judged else "stable") and out.ties_judged is judged
+    assert ("ties not judged" in str(out)) is not judged
+    assert Outcome.from_dict(json.loads(json.dumps(out.to_dict()))) == out
+    assert summarize(calm, calm, failing_step=1000).kind == ("healthy" if judged else "stable")
+    assert summarize(wild).ties_judged  # no twin: no onset was asked for
 
 
 def test_summary_of_a_diverged_and_of_a_nonfinite_run():
