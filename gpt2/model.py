@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention import Probe, attention
+from kernels.layout import split_heads
 from kernels.numerics import Numerics, ScopedNumerics
+from kernels.packed import packed_attention
 
 from .config import RunConfig
 from .loss import softcap, token_loss
@@ -100,22 +102,28 @@ class Attention(nn.Module):
         """x [B, T, C] -> [B, T, C]."""
         B, T, _ = x.shape
         D = self.head_dim
-        sizes = [self.n_head * D, self.n_kv_head * D, self.n_kv_head * D]
-        q, k, v = (
-            part.view(B, T, -1, D).transpose(1, 2) for part in self.c_attn(x).split(sizes, dim=2)
-        )
+        qkv = self.c_attn(x)
+        q, k, v = split_heads(qkv, self.n_head, self.n_kv_head)
         if self.q_gain is not None:
             q = F.rms_norm(q, (D,), self.q_gain, 1e-6).to(v.dtype)
             k = F.rms_norm(k, (D,), self.k_gain, 1e-6).to(v.dtype)
         if self.watch_logits and self.training:
             self.max_logit.copy_(torch.maximum(self.max_logit, largest_logit(q, k)))
-        out = self._attend(q, k, v, seed, None if tap is None else tap.probe)
+        if self.numerics is not None and self.q_gain is None and tap is None:
+            out = self._attend_packed(qkv, seed)
+        else:
+            out = self._attend(q, k, v, seed, None if tap is None else tap.probe)
         if tap is not None:
             tap.take(x=x, q=q, k=k, v=v, out=out)
         out = out.transpose(1, 2).reshape(B, T, -1)
         if self.c_gate is not None:
             out = out * torch.sigmoid(self.c_gate(x))
         return F.dropout(self.c_proj(out), self.dropout, self.training)
+
+    def _attend_packed(self, qkv, seed) -> Tensor:
+        """The same numbers, without the copy that gathers the gradients of q, k and v."""
+        choices = dict(numerics=self.numerics, backend=self.backend, seed=seed)
+        return packed_attention(qkv, self.n_head, kv_heads=self.n_kv_head, **choices)
 
     def _attend(self, q, k, v, seed, probe) -> Tensor:
         if self.numerics is None:

@@ -20,6 +20,7 @@ from .numerics import (
     parse_numerics,
     stabilized,
 )
+from .packed import packed_attention
 from .rounding import decode, round_to, ulp
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "exact",
     "flash",
     "guarded",
+    "packed_attention",
     "paper",
     "parse_format",
     "parse_numerics",

@@ -21,6 +21,7 @@ from torch import Tensor
 from . import emulated
 from .backends import backend_module, resolve_backend, sdpa
 from .formats import FP64
+from .layout import empty_rows, in_order_of
 from .numerics import Numerics, flash, parse_numerics
 from .result import ForwardResult
 from .sites import repeat_heads
@@ -62,7 +63,8 @@ def attention(
     """softmax(scale Q K^T + mask) V, rounded where `numerics` say. Differentiable in q, k and v.
 
     q [B, H, Tq, D]; k [B, Hkv, Tk, D]; v [B, Hkv, Tk, Dv], any strides, H a multiple of Hkv (query
-    head h reads key head h // (H / Hkv)). Returns [B, H, Tq, Dv].
+    head h reads key head h // (H / Hkv)). Returns [B, H, Tq, Dv], in memory in the order of q
+    (`kernels.layout`); dQ lies likewise, dK and dV in the order of k.
     numerics: a Numerics, its text ('paper,delta_output=fp32'), or one of these per query head.
     causal: query i sees keys j <= i, aligned top left as in F.scaled_dot_product_attention.
     scale: 1/sqrt(D) unless given. mask: bool (True = visible) or additive, broadcastable to
@@ -75,13 +77,10 @@ def attention(
     them.
     """
     _check_shapes(q, k, v, mask)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    else:
-        dtype = v.dtype
+    dtype = working_dtype(v)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    text = _as_text(numerics, q.shape[1])
+    text = as_text(numerics, q.shape[1])
     if backend == "sdpa":
         return sdpa(q, k, v, text, causal, scale, mask, probe)
     if not isinstance(seed, Tensor):
@@ -92,6 +91,13 @@ def attention(
     if probe is not None:
         _fill(probe, results)
     return results[0].to(dtype)
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's where it is on, else that of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -125,7 +131,7 @@ def _check_mask(mask: Tensor, shape: tuple) -> None:
         )
 
 
-def _as_text(numerics, heads: int) -> str:
+def as_text(numerics, heads: int) -> str:
     """One string that says the numerics of every head: a key, a text, or a list of either."""
     if isinstance(numerics, Numerics):
         return numerics.key
@@ -245,27 +251,34 @@ def _layout(q: Tensor, v: Tensor, groups, probe: bool) -> list[tuple]:
     ]
 
 
+def _empty(q: Tensor, shape: tuple, dtype: torch.dtype) -> Tensor:
+    """Room for one of them, in the order of q if it has rows [B, H, Tq, Dv]."""
+    if len(shape) == 4:
+        return empty_rows(q, shape[3], dtype)
+    return q.new_empty(shape, dtype=dtype)
+
+
 def _nothing_to_do(q: Tensor, k: Tensor) -> bool:
     return 0 in q.shape[:3] or k.shape[2] == 0
 
 
-@torch.library.custom_op("bit_by_bit::attention_forward", mutates_args=(), schema=_FORWARD)
-def _forward_op(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
+def run_forward(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
+    """What the operator returns, by the backend that it names."""
     groups = _parse(numerics)
     layout = _layout(q, v, groups, probe)
     if _nothing_to_do(q, k):
         fills = (0, -math.inf, 0, 0, 0, -math.inf, 0, 0)
-        return tuple(q.new_full(s, fill, dtype=d) for (s, d), fill in zip(layout, fills))
+        return tuple(_empty(q, *x).fill_(fill) for x, fill in zip(layout, fills))
     choices = dict(causal=causal, scale=scale, probe=probe)
     if groups[0][1] is None:
         n = groups[0][0]
         module = backend_module(n, q, mask, backend)
         parts = _values(module.forward(q, k, v, numerics=n, mask=mask, seed=seed, **choices))
         return tuple(
-            q.new_empty(shape, dtype=dtype) if part is None else part.to(dtype).contiguous()
+            _empty(q, shape, dtype) if part is None else _placed(part.to(dtype), q)
             for part, (shape, dtype) in zip(parts, layout)
         )
-    results = [q.new_empty(shape, dtype=dtype) for shape, dtype in layout]
+    results = [_empty(q, shape, dtype) for shape, dtype in layout]
     ratio, shape = q.shape[1] // k.shape[1], (*q.shape[:3], k.shape[2])
     wide = q, repeat_heads(k, ratio), repeat_heads(v, ratio)
     for n, heads in groups:
@@ -283,10 +296,20 @@ def _values(result: ForwardResult) -> list[Tensor | None]:
     return [getattr(result, f.name) for f in dataclasses.fields(result)]
 
 
-@_forward_op.register_fake
-def _(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
-    layout = _layout(q, v, _parse(numerics), probe)
-    return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in layout)
+def _placed(x: Tensor, q: Tensor) -> Tensor:
+    """A result laid out as `_empty` does it."""
+    return in_order_of(x, q) if x.dim() == 4 else x.contiguous()
+
+
+def fake_forward(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
+    """Tensors like those that `run_forward` returns."""
+    return tuple(_empty(q, *x) for x in _layout(q, v, _parse(numerics), probe))
+
+
+_forward_op = torch.library.custom_op(
+    "bit_by_bit::attention_forward", run_forward, mutates_args=(), schema=_FORWARD
+)
+_forward_op.register_fake(fake_forward)
 
 
 @torch.library.custom_op("bit_by_bit::attention_backward", mutates_args=(), schema=_BACKWARD)
@@ -294,18 +317,33 @@ def _backward_op(
     dout, q, k, v, out, lse, delta_output, mask, seed, numerics, causal, scale, backend
 ):
     if _nothing_to_do(q, k):
-        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+        return tuple(x.zero_() for x in _empty_gradients(q, k, v))
+    saved = dout, q, k, v, out, lse, delta_output
+    grads = run_backward(saved, mask, seed, numerics, causal, scale, backend)
+    return tuple(in_order_of(g.to(x.dtype), y) for g, x, y in zip(grads, (q, k, v), (q, k, k)))
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return tuple(empty_rows(y, x.shape[3], x.dtype) for x, y in zip((q, k, v), (q, k, k)))
+
+
+def run_backward(saved, mask, seed, numerics, causal, scale, backend, into=None):
+    """dQ, dK, dV by the backend that it names, of any dtype and strides; lengths at least 1.
+
+    saved: dO, q, k, v and the forward's out, lse, delta_output. into: three tensors that a backend
+    may write the gradients to.
+    """
     groups = _parse(numerics)
     choices = dict(causal=causal, scale=scale)
-    if groups[0][1] is None:
-        n = groups[0][0]
-        saved = dout, q, k, v, out, lse, delta_output if _wants_delta_output(groups) else None
-        module = backend_module(n, q, mask, backend)
-        grads = module.backward(*saved, numerics=n, mask=mask, seed=seed, **choices)
-    else:
-        saved = dout, q, k, v, out, lse, delta_output
-        grads = _backward_by_groups(saved, groups, mask, seed, backend, choices)
-    return tuple(g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v)))
+    if groups[0][1] is not None:
+        return _backward_by_groups(saved, groups, mask, seed, backend, choices)
+    n, q = groups[0][0], saved[1]
+    module = backend_module(n, q, mask, backend)
+    if not _wants_delta_output(groups):
+        saved = (*saved[:6], None)
+    if module is not emulated:
+        choices |= dict(into=into)
+    return module.backward(*saved, numerics=n, mask=mask, seed=seed, **choices)
 
 
 def _backward_by_groups(saved, groups, mask, seed, backend, choices) -> list[Tensor]:
@@ -328,7 +366,7 @@ def _backward_by_groups(saved, groups, mask, seed, backend, choices) -> list[Ten
 
 @_backward_op.register_fake
 def _(dout, q, k, v, out, lse, delta_output, mask, seed, numerics, causal, scale, backend):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    return _empty_gradients(q, k, v)
 
 
 def _setup_context(ctx, inputs, output):

@@ -227,26 +227,20 @@ def forward(
     scale: float,
     probe: bool = False,
     plan: Plan | None = None,
+    result: ForwardResult | None = None,
 ) -> ForwardResult:
     """As `triton_attention.forward`, for calls on bf16 tensors that `refusal` lets pass.
 
-    plan: other settings than the usual (for measurements).
+    plan: other settings than the usual (for measurements). result: of `empty_result`, to fill.
     """
     from .hopper_forward import hopper_forward_kernel
+    from .triton_attention import empty_result
 
-    B, H, Tq = rows = q.shape[:3]
+    B, H, Tq, D = q.shape
     device, policy = q.device, numerics.softmax
+    result = empty_result(numerics, q, D, probe) if result is None else result
+    out, lse = result.out, result.lse
     arguments = launch_arguments(numerics.key, scale, causal, probe, plan or Plan())
-    out = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(rows, dtype=torch.float32, device=device)
-    result = ForwardResult(out=out, lse=lse)
-    if arguments["HP"]:
-        result.delta_output = torch.empty(q.shape, dtype=torch.float32, device=device)
-    if probe:
-        counts = dict(dtype=torch.int32, device=device)
-        result.ties, result.ones = torch.empty(rows, **counts), torch.empty(rows, **counts)
-        result.m, result.l = torch.empty_like(lse), torch.empty_like(lse)
-        result.out_fp32 = torch.empty(q.shape, dtype=torch.float32, device=device)
     high, *probes = (
         lse if x is None else x  # stands for outputs that this call does not write
         for x in (
@@ -258,8 +252,9 @@ def forward(
     pairs = pairs_of_blocks(Tq, B * H)
     with torch.cuda.device(device):
         hopper_forward_kernel[(min(pairs, _multiprocessors(device)),)](
-            describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse, high, scale, H,
-            H // k.shape[1], Tq, k.shape[2], pairs, policy.beta, *offsets, *probes, **arguments,
+            describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse, high,
+            *out.stride()[:3], scale, H, H // k.shape[1], Tq, k.shape[2], pairs, policy.beta,
+            *offsets, *probes, **arguments,
         )  # fmt: skip
     return result
 
@@ -369,31 +364,31 @@ def backward(
     causal: bool,
     scale: float,
     plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    into: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
     """dQ, dK, dV as `triton_attention.backward`, for calls that `backward_refusal` lets pass.
 
     delta, delta_k: contiguous fp32 [B, H, Tq], what dQ and what dK reads.
     """
     from .hopper_backward import hopper_grad_keys_kernel, hopper_grad_queries_kernel
+    from .triton_attention import empty_gradients
 
     B, H, Tq = q.shape[:3]
     Tk, device = k.shape[2], q.device
     arguments = backward_arguments(numerics.key, scale, causal, plan or BACKWARD_PLAN)
     inverse_unit = 1.0 / scale if arguments["RAW"] else 1.0
-    dq = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
-    dk = torch.empty(k.shape, dtype=torch.bfloat16, device=device)
-    dv = torch.empty(v.shape, dtype=torch.bfloat16, device=device)
+    dq, dk, dv = into = empty_gradients(numerics, q, k, v) if into is None else into
     blocks = [describe(x, ROWS) for x in (q, k, v, dout)]
     of_keys, of_queries = (pairs_of_blocks(length, B * H) for length in (Tk, Tq))
     with torch.cuda.device(device):
         programs = _multiprocessors(device)
         values = _row_values(lse, delta_k, inverse_unit)
         hopper_grad_keys_kernel[(min(of_keys, programs),)](
-            *blocks, *values, dk, dv, scale, H, Tq, Tk, of_keys, **arguments
+            *blocks, *values, dk, dv, *dk.stride()[:3], scale, H, Tq, Tk, of_keys, **arguments
         )
         if delta is not delta_k:
             values = _row_values(lse, delta, inverse_unit)
         hopper_grad_queries_kernel[(min(of_queries, programs),)](
-            *blocks, *values, dq, scale, H, Tq, Tk, of_queries, **arguments
+            *blocks, *values, dq, *dq.stride()[:3], scale, H, Tq, Tk, of_queries, **arguments
         )
-    return dq, dk, dv
+    return into

@@ -19,7 +19,7 @@ Order of sums: every number of dK, dV and dQ is summed over the same tiles of 64
 order, as by the general kernel with blocks of 64 x 64 (dK, dV) and 128 x 64 (dQ).
 
 Shapes: q, k, v, dO [B, H, T, D], last dimension contiguous; lse and delta padded, [B H, tiles, 64]
-fp32; results contiguous bf16.
+fp32; results bf16 with contiguous rows, dK and dV of the same strides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import hopper_attention
-from .hopper_forward import barriers, block_of, pair_size, store_rows
+from .hopper_forward import barriers, block_of, head_place, pair_size, store_rows
 from .hopper_gradients import (
     factor_of,
     kept_operands,
@@ -192,7 +192,8 @@ def keys_consumer(
     """Keys 64 PART on of every block of this program."""
     kept_bufs, kept_full, kept_free = kept
     bufs, full, free = walked
-    dk_ptr, dv_ptr, scale = outputs
+    dk_ptr, dv_ptr, strides, scale = outputs
+    dk_b, dk_h, dk_t = strides
     H, Tq, Tk, blocks, units = sizes
     D: gl.constexpr = kept_bufs[0].shape[4]
     factor = factor_of(scale, RAW)
@@ -217,9 +218,9 @@ def keys_consumer(
                 factor, STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
             g += tiles
             turn += 1
-            base = head.to(gl.int64) * Tk * D
-            store_rows(dk_ptr + base, dk * scale, first, Tk)
-            store_rows(dv_ptr + base, dv, first, Tk)
+            place = head_place(head, H, dk_b, dk_h)
+            store_rows(dk_ptr + place, dk * scale, first, Tk, dk_t)
+            store_rows(dv_ptr + place, dv, first, Tk, dk_t)
 
 
 @gluon.jit
@@ -229,7 +230,8 @@ def queries_consumer(
 ):  # fmt: skip
     """Queries 64 PART on of every block of this program."""
     kept_bufs, kept_full, kept_free = kept
-    dq_ptr, scale = outputs
+    dq_ptr, strides, scale = outputs
+    dq_b, dq_h, dq_t = strides
     H, Tq, Tk, blocks, units = sizes
     D: gl.constexpr = kept_bufs[0].shape[4]
     factor = factor_of(scale, RAW)
@@ -251,7 +253,7 @@ def queries_consumer(
                 ROUND_S)  # fmt: skip
             g += tiles
             turn += 1
-            store_rows(dq_ptr + head.to(gl.int64) * Tq * D, dq * scale, first, Tq)
+            store_rows(dq_ptr + head_place(head, H, dq_b, dq_h), dq * scale, first, Tq, dq_t)
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -266,7 +268,8 @@ def buffers(desc, COUNT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["H", "Tq", "Tk", "units"])
 def hopper_grad_keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, scale, H, Tq, Tk, units,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, dk_b, dk_h, dk_t, scale,
+    H, Tq, Tk, units,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
@@ -279,7 +282,7 @@ def hopper_grad_keys_kernel(
     still = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
-    outputs = (dk_ptr, dv_ptr, scale)
+    outputs = (dk_ptr, dv_ptr, (dk_b, dk_h, dk_t), scale)
     sizes = (H, Tq, Tk, gl.cdiv(Tk, PARTS * ROWS), units)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -298,7 +301,8 @@ def hopper_grad_keys_kernel(
 
 @gluon.jit(do_not_specialize=["H", "Tq", "Tk", "units"])
 def hopper_grad_queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_ptr, scale, H, Tq, Tk, units,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_ptr, dq_b, dq_h, dq_t, scale,
+    H, Tq, Tk, units,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
@@ -311,7 +315,7 @@ def hopper_grad_queries_kernel(
     still = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
-    outputs = (dq_ptr, scale)
+    outputs = (dq_ptr, (dq_b, dq_h, dq_t), scale)
     sizes = (H, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1

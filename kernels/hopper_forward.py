@@ -17,8 +17,9 @@ numbered over all that a program reads: tile g is in buffer g % STAGES, for the 
 time; likewise blocks of Q, for which each consumer has two buffers. Only the last tile of a block
 needs a mask. It shares the code of the others: with a copy for itself, programs were slower.
 
-Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; all
-results contiguous. `unit` and RAW are those of `kernels.triton_forward`.
+Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; each O
+likewise, all of one set of strides; results per row contiguous. `unit` and RAW are those of
+`kernels.triton_forward`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def consumer(
 ):  # fmt: skip
     """Rows 64 PART on of every block of this program."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    out_ptr, lse_ptr, hp_ptr, scale, policy, probes = outputs
+    out_ptr, lse_ptr, hp_ptr, strides, scale, policy, probes = outputs
+    o_b, o_h, o_t = strides
     H, GROUP, Tq, Tk, blocks, units = sizes
     DV: gl.constexpr = v_bufs.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -152,11 +154,12 @@ def consumer(
             bar = acc
             if ROUND_BAR:
                 bar = round_to_bf16(acc)
-            store_rows(out_ptr + row_base * DV, divide(bar, l, POLICY != 0), first, Tq)
+            place = head_place(head, H, o_b, o_h)
+            store_rows(out_ptr + place, divide(bar, l, POLICY != 0), first, Tq, o_t)
             if PROBE:
-                store_rows(o32_ptr + row_base * DV, divide(acc, l, POLICY != 0), first, Tq)
+                store_rows(o32_ptr + place, divide(acc, l, POLICY != 0), first, Tq, o_t)
             if HP:
-                store_rows(hp_ptr + row_base * DV, gl.div_rn(acc, l), first, Tq)
+                store_rows(hp_ptr + place, gl.div_rn(acc, l), first, Tq, o_t)
 
 
 @gluon.constexpr_function
@@ -170,13 +173,19 @@ def store_layout(layout, dtype, columns):
 
 
 @gluon.jit
-def store_rows(base, value, first, limit):
-    """Write rows `first` on of the contiguous matrix [limit, DV] at `base`."""
+def head_place(head, H, stride_b, stride_h):
+    """Where a head begins, `head` being batch times H plus its number: int64, in elements."""
+    return (head // H).to(gl.int64) * stride_b + (head % H).to(gl.int64) * stride_h
+
+
+@gluon.jit
+def store_rows(base, value, first, limit, row_stride):
+    """Write rows `first` on of a matrix [limit, DV] at `base` whose rows are contiguous."""
     DV: gl.constexpr = value.shape[1]
     LAYOUT: gl.constexpr = store_layout(value.type.layout, base.dtype.element_ty, DV)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
-    places = gl.expand_dims(rows.to(gl.int64) * DV, 1) + gl.expand_dims(cols, 0)
+    places = gl.expand_dims(rows.to(gl.int64) * row_stride, 1) + gl.expand_dims(cols, 0)
     inside = gl.expand_dims(rows < limit, 1) & gl.expand_dims(cols < DV, 0)
     narrow = gl.convert_layout(value.to(base.dtype.element_ty), LAYOUT)
     gl.store(base + places, narrow, mask=inside)
@@ -256,8 +265,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", "units"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, hp_ptr, scale, H, GROUP, Tq, Tk, units,
-    beta, eps, min_offset, max_offset, ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, hp_ptr, o_b, o_h, o_t, scale, H, GROUP, Tq, Tk,
+    units, beta, eps, min_offset, max_offset, ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
     RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr, HP: gl.constexpr,
     POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
@@ -284,7 +293,7 @@ def hopper_forward_kernel(
     probes = ()
     if PROBE:
         probes = (ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr)
-    outputs = (out_ptr, lse_ptr, hp_ptr, scale, policy, probes)
+    outputs = (out_ptr, lse_ptr, hp_ptr, (o_b, o_h, o_t), scale, policy, probes)
     sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1

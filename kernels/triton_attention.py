@@ -23,6 +23,7 @@ from torch import Tensor
 from . import hopper_attention
 from .formats import FP64
 from .interventions import DIRECTIONS, GRADIENTS, delta_of_each, disturbed_delta
+from .layout import empty_rows
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
 from .result import ForwardResult
 from .triton_blocks import HOPPER_SHARED, Blocks, choose_blocks, pad
@@ -451,8 +452,8 @@ def forward(
     """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], any strides, all lengths at least 1.
 
     `out` is bf16 where the grid of `output` fits it, else fp32; lse fp32. `delta_output` is filled
-    only when the backward needs it. `blocks` overrides the table and the choice of
-    `kernels.hopper_forward` (for measurements).
+    only when the backward needs it. Each O lies in memory in the order of q (`kernels.layout`).
+    `blocks` overrides the table and the choice of `kernels.hopper_forward` (for measurements).
     """
     from .triton_forward import forward_kernel
 
@@ -462,32 +463,20 @@ def forward(
     if device.type == "cuda":
         _announce()
     B, H, Tq, D = q.shape
-    DV, rows = v.shape[3], (B, H, Tq)
-    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    DV = v.shape[3]
+    result = empty_result(n, q, DV, probe)
+    out, lse, hp = result.out, result.lse, result.delta_output
     seed = _seed_tensor(seed, n, lse)
     q, k, v = _inputs(n, seed, q=q, k=k, v=v)
     if blocks is None and _refused_by_hopper(n, (q, k, v), causal, scale, probe) is None:
         choices = dict(numerics=n, causal=causal, scale=scale, probe=probe)
-        return hopper_attention.forward(q, k, v, **choices)
+        return hopper_attention.forward(q, k, v, result=result, **choices)
     if blocks is None:
         itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype))
         limit = _shared_limit(device)
         blocks, arguments = _plan("forward", n.key, D, DV, itemsize, limit, scale, probe)
     else:
         arguments = launch_arguments("forward", n, blocks, D, DV, scale, probe)
-    wide = (*rows, DV)
-    out = torch.empty(wide, dtype=_storage(n.output), device=device)
-    hp = None
-    if arguments["HP"]:
-        fp32 = n.delta_output is None or n.delta_error is not None
-        dtype = torch.float32 if fp32 else _storage(n.delta_output)
-        hp = torch.empty(wide, dtype=dtype, device=device)
-    result = ForwardResult(out=out, lse=lse, delta_output=hp)
-    if probe:
-        counts = dict(dtype=torch.int32, device=device)
-        result.ties, result.ones = torch.empty(rows, **counts), torch.empty(rows, **counts)
-        result.m, result.l = torch.empty_like(lse), torch.empty_like(lse)
-        result.out_fp32 = torch.empty(wide, dtype=torch.float32, device=device)
     unused = lse  # stands for outputs that this call does not write
     extras = (hp, result.ties, result.ones, result.m, result.l, result.out_fp32)
     policy, unit = n.softmax, scale if arguments["RAW"] else 1.0
@@ -495,11 +484,33 @@ def forward(
     with _on(device):
         forward_kernel[_programs(Tq, blocks.block_m, B * H)](
             q, k, v, out, lse, *(unused if x is None else x for x in extras), seed,
-            *q.stride(), *k.stride(), *v.stride(), scale, policy.beta,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], scale, policy.beta,
             *(x / unit for x in offsets), H, H // k.shape[1], Tq, k.shape[2],
             CAUSAL=causal, **arguments,
         )  # fmt: skip
     return result
+
+
+def empty_result(n: Numerics, q: Tensor, width: int, probe: bool) -> ForwardResult:
+    """What a forward fills, nothing written yet. width: Dv; each O in the order of q."""
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    result = ForwardResult(out=empty_rows(q, width, _storage(n.output)), lse=lse)
+    if n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None):
+        fp32 = n.delta_output is None or n.delta_error is not None
+        dtype = torch.float32 if fp32 else _storage(n.delta_output)
+        result.delta_output = empty_rows(q, width, dtype)
+    if probe:
+        result.ties, result.ones = (torch.empty_like(lse, dtype=torch.int32) for _ in range(2))
+        result.m, result.l = torch.empty_like(lse), torch.empty_like(lse)
+        result.out_fp32 = empty_rows(q, width, torch.float32)
+    return result
+
+
+def empty_gradients(n: Numerics, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Room for dQ in the order of q, and for dK and dV in that of k."""
+    dtype = _storage(n.gradients)
+    places = ((q, q.shape[3]), (k, k.shape[3]), (k, v.shape[3]))
+    return tuple(empty_rows(like, width, dtype) for like, width in places)
 
 
 def backward(
@@ -517,12 +528,15 @@ def backward(
     mask: Tensor | None = None,
     seed: int | Tensor = 0,
     blocks: dict[str, Blocks] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    into: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
     """dQ [B, H, Tq, D], dK [B, Hkv, Tk, D], dV [B, Hkv, Tk, Dv], bf16 where `gradients` fits it.
 
-    `out`, `lse` and `delta_output` are the forward's. `blocks` ({"grad_keys": ..., "grad_queries":
-    ...}) overrides the tables and, even if empty, the choice of `kernels.hopper_backward`.
-    Repeated calls give the same bits.
+    `out`, `lse` and `delta_output` are the forward's. dQ lies in memory in the order of q, dK and
+    dV in that of k; `into`: where to write the three instead if of that dtype; rows contiguous, dK
+    and dV of the same strides where they have the same shape. `blocks` ({"grad_keys": ...,
+    "grad_queries": ...}) overrides the tables and, even if empty, the choice of
+    `kernels.hopper_backward`. Repeated calls give the same bits.
     """
     from . import triton_backward as kernels
 
@@ -531,13 +545,18 @@ def backward(
     n, device = numerics, q.device
     B, H, Tq, D = q.shape
     Hkv, Tk, DV = *k.shape[1:3], v.shape[3]
+    if into is None or into[0].dtype != _storage(n.gradients):
+        into = empty_gradients(n, q, k, v)
+    dq, dk, dv = into
     number, seed = seed, _seed_tensor(seed, n, lse)
     q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
     choices = dict(numerics=n, causal=causal)
     if blocks is None and backward_kernel_name(dO, q, k, v, **choices) == "hopper":
         with _on(device):
             deltas = _deltas(n, dO, out, delta_output, number, seed)
-        return hopper_attention.backward(dO, q, k, v, lse, *deltas, scale=scale, **choices)
+        return hopper_attention.backward(
+            dO, q, k, v, lse, *deltas, scale=scale, into=into, **choices
+        )
     itemsize = _itemsize(n, (q.dtype, k.dtype, v.dtype, dO.dtype))
     limit = _shared_limit(device)
 
@@ -552,10 +571,6 @@ def backward(
     inverse_unit = 1.0 / scale if for_keys["RAW"] else 1.0
     strides = (*q.stride(), *k.stride(), *v.stride(), *dO.stride())
     scalars = (scale, inverse_unit, H, H // Hkv, Tq, Tk)
-    storage = _storage(n.gradients)
-    dq = torch.empty(B, H, Tq, D, dtype=storage, device=device)
-    dk = torch.empty(B, Hkv, Tk, D, dtype=storage, device=device)
-    dv = torch.empty(B, Hkv, Tk, DV, dtype=storage, device=device)
     with _on(device):
         if n.delta == "dP_P":
             delta = delta_k = torch.empty_like(lse)
@@ -566,12 +581,14 @@ def backward(
         else:
             delta, delta_k = _deltas(n, dO, out, delta_output, number, seed)
         kernels.grad_keys_kernel[_programs(Tk, per_key.block_n, B * Hkv)](
-            q, k, v, dO, lse, delta_k, dk, dv, seed, *strides, *scalars,
+            q, k, v, dO, lse, delta_k, dk, dv, seed, *strides, *dk.stride()[:3],
+            *dv.stride()[:3], *scalars,
             CAUSAL=causal, EVEN=Tq % per_key.block_m == 0, GROUPED=H != Hkv, **for_keys,
         )  # fmt: skip
         kernels.grad_queries_kernel[_programs(Tq, per_row.block_m, B * H)](
-            q, k, v, dO, lse, delta, dq, seed, *strides, *scalars, CAUSAL=causal, **for_queries
-        )
+            q, k, v, dO, lse, delta, dq, seed, *strides, *dq.stride()[:3], *scalars,
+            CAUSAL=causal, **for_queries,
+        )  # fmt: skip
     return dq, dk, dv
 
 

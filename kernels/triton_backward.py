@@ -10,9 +10,9 @@ P = exp(S - lse) is recomputed from the same rounded S as the forward. Inside dS
 only dV's operand is (site `backward_probabilities`).
 
 Shapes: q, dO [B, H, Tq, D or Dv], k, v [B, Hkv, Tk, D or Dv] of any strides; lse, delta
-[B, H, Tq] fp32; dq, dk, dv contiguous. With grouped queries (Hkv < H) dK and dV are summed over
-the group in fp32 before their one rounding. Where alpha is a power of two (`RAW`), S and lse are
-kept in units of it, which no rounding notices.
+[B, H, Tq] fp32; dq, dk, dv of any strides with contiguous rows. With grouped queries (Hkv < H) dK
+and dV are summed over the group in fp32 before their one rounding. Where alpha is a power of two
+(`RAW`), S and lse are kept in units of it, which no rounding notices.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ def grad_keys_pass(
 def grad_keys_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seed_ptr,
     q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, do_b, do_h, do_t, do_d,
+    dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     scale, inverse_unit, H, GROUP, Tq, Tk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, RAW: tl.constexpr,
@@ -246,10 +247,10 @@ def grad_keys_kernel(
     base = bkv * Tk
     index = (base + cols)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
     dk = round_site(dk * scale, seed, index, G_BITS, G_STOCHASTIC, GRAD_K)
-    store_rows(dk_ptr + base * D, dk, cols, Tk, D, BLOCK_D)
+    store_rows(dk_ptr + b * dk_b + kv * dk_h, dk, cols, Tk, dk_t, D, BLOCK_D)
     index = (base + cols)[:, None] * DV + tl.arange(0, BLOCK_DV)[None, :]
     dv = round_site(dv, seed, index, G_BITS, G_STOCHASTIC, GRAD_V)
-    store_rows(dv_ptr + base * DV, dv, cols, Tk, DV, BLOCK_DV)
+    store_rows(dv_ptr + b * dv_b + kv * dv_h, dv, cols, Tk, dv_t, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -282,6 +283,7 @@ def grad_queries_pass(
 def grad_queries_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr,
     q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, do_b, do_h, do_t, do_d,
+    dq_b, dq_h, dq_t,
     scale, inverse_unit, H, GROUP, Tq, Tk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, RAW: tl.constexpr,
@@ -326,4 +328,4 @@ def grad_queries_kernel(
         DP_BITS, DP_STOCHASTIC, DS_BITS, DS_STOCHASTIC, DS_DTYPE, CAUSAL, True)  # fmt: skip
     index = row_base[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
     dq = round_site(dq * scale, seed, index, G_BITS, G_STOCHASTIC, GRAD_Q)
-    store_rows(dq_ptr + bh * Tq * D, dq, rows, Tq, D, BLOCK_D)
+    store_rows(dq_ptr + b * dq_b + h * dq_h, dq, rows, Tq, dq_t, D, BLOCK_D)

@@ -222,10 +222,10 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(base, value, rows, limit, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Write a block [len(rows), PADDED] to the contiguous matrix [limit, DIM] at `base`."""
+def store_rows(base, value, rows, limit, row_stride, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Write a block [len(rows), PADDED] to a matrix [limit, DIM] whose rows are contiguous."""
     cols = tl.arange(0, PADDED)
-    pointers = base + rows[:, None].to(tl.int64) * DIM + cols[None, :]
+    pointers = base + rows[:, None].to(tl.int64) * row_stride + cols[None, :]
     mask = (rows[:, None] < limit) & (cols[None, :] < DIM)
     tl.store(pointers, value.to(base.dtype.element_ty), mask=mask)
 

@@ -25,6 +25,7 @@ from .triton_blocks import ADA_SHARED, HOPPER_SHARED, Blocks
 
 KERNELS = ("forward", "grad_keys", "grad_queries", "delta_product")
 _LIMITS = {80: 166_912, 86: ADA_SHARED, 89: ADA_SHARED, 90: HOPPER_SHARED}
+STRIDE = re.compile(r"d?[qkvo]_[bht]")  # multiples of 16, for the shapes compiled here
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -89,7 +90,7 @@ def compile_offline(
         if kind is None or re.fullmatch(r"(q|k|v|do)_d", name):
             constants.setdefault(name, 1)
             kind = "constexpr"
-        elif kind.startswith("*") or re.fullmatch(r"(q|k|v|do)_[bht]", name):
+        elif kind.startswith("*") or STRIDE.fullmatch(name):
             attributes[(place,)] = [["tt.divisibility", 16]]
         signature[name] = kind
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
@@ -132,7 +133,7 @@ def compile_hopper(
         else:
             kind = _argument(name, numerics, torch.bfloat16)
             signature[name] = kind or "i32"
-            if name.endswith("_ptr"):
+            if name.endswith("_ptr") or STRIDE.fullmatch(name):
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(function, signature, constants, attributes)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -263,7 +264,7 @@ def _argument(name: str, n: Numerics, dtype: torch.dtype) -> str | None:
         return "*fp32"
     if name in ("scale", "inverse_unit", "beta", "eps", "shift", "min_offset", "max_offset"):
         return "fp32"
-    if name in ("H", "GROUP", "Tq", "Tk") or re.fullmatch(r"(q|k|v|do)_[bhtd]", name):
+    if name in ("H", "GROUP", "Tq", "Tk") or re.fullmatch(r"d?[qkvo]_[bhtd]", name):
         return "i32"
     return None
 

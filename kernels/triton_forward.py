@@ -16,8 +16,9 @@ of two, which no rounding notices, or where S is neither rounded nor shifted; el
 and `unit` = 1. eps, shift and offsets come in the same units. P_bar = exp2((s - m) unit log2 e):
 the subtraction comes first and is exact at the maximum, so that P_bar is 1 there, whatever S.
 
-Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] of any strides; out and the per-row
-results contiguous. The grid is flat (x axis), heavy causal blocks of a head first.
+Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] of any strides; each O with
+contiguous rows, all of one set of strides; results per row contiguous. The grid is flat (x axis),
+heavy causal blocks of a head first.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def attend_pass(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, hp_ptr, ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr,
     seed_ptr,
-    q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t,
     scale, beta, eps, shift, min_offset, max_offset, H, GROUP, Tq, Tk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -321,20 +322,20 @@ def forward_kernel(
 
     m = m * unit
     index = row_base[:, None] * DV + tl.arange(0, BLOCK_DV)[None, :]
-    out_base = bh * Tq * DV
+    out_base = b * o_b + h * o_h
     bar = round_site(acc, seed, index, BAR_BITS, BAR_STOCHASTIC, UNNORMALIZED)
     out = round_site(tl.div_rn(bar, tl.broadcast_to(l[:, None], bar.shape)), seed, index, O_BITS,
                      O_STOCHASTIC, OUTPUT)  # fmt: skip
-    store_rows(out_ptr + out_base, out, rows, Tq, DV, BLOCK_DV)
+    store_rows(out_ptr + out_base, out, rows, Tq, o_t, DV, BLOCK_DV)
     inside = rows < Tq
     tl.store(lse_ptr + row_base, m + tl.log(l), mask=inside)
     if HP or PROBE:
         wide = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
         if PROBE:
-            store_rows(o32_ptr + out_base, wide, rows, Tq, DV, BLOCK_DV)
+            store_rows(o32_ptr + out_base, wide, rows, Tq, o_t, DV, BLOCK_DV)
         if HP:
             wide = round_site(wide, seed, index, HP_BITS, HP_STOCHASTIC, DELTA_OUTPUT)
-            store_rows(hp_ptr + out_base, wide, rows, Tq, DV, BLOCK_DV)
+            store_rows(hp_ptr + out_base, wide, rows, Tq, o_t, DV, BLOCK_DV)
     if PROBE:
         tl.store(ties_ptr + row_base, ties, mask=inside)
         tl.store(ones_ptr + row_base, ones, mask=inside)

@@ -159,6 +159,51 @@ def test_taps_see_everything_and_change_nothing():
     assert tap.out.grad.abs().sum() > 0 and tap.probe.ties.shape == (3, 2, 16)
 
 
+@pytest.mark.parametrize("options", [{}, dict(n_kv_head=1), dict(qk_clip=0.5)], ids=str)
+def test_a_pass_with_taps_has_the_gradients_of_one_without(options):
+    """A tap keeps q, k and v; without one attention takes them from the projection."""
+    m, (x, y) = model(attention="paper", **options), batch()
+    gradients = []
+    for taps in (None, [Tap(keep_grad=True), None]):
+        m.zero_grad()
+        m(x, y, taps=taps)[1].backward()
+        gradients.append([p.grad.clone() for p in m.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def copies(graph) -> list[str]:
+    """What a graph gathers from parts, or copies into another order of heads and tokens."""
+    names = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        names += ["clone"] if node.meta["val"].dim() == 4 else []
+    return names + ["cat" for _ in graph.find_nodes(op="call_function", target=CAT)]
+
+
+CAT = torch.ops.aten.cat.default
+
+
+@pytest.mark.parametrize(
+    "attention, kv_heads, gathered", [("paper", 2, 0), ("paper", 1, 0), ("sdpa", 2, 2)]
+)
+def test_nothing_is_copied_around_attention(attention, kv_heads, gathered):
+    """PyTorch's attention leaves one copy in each layer: of dQ, dK and dV into one gradient."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    m = model(attention=attention, n_kv_head=kv_heads)
+    m.compile_trunk(backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    m(*batch())[1].backward()
+    forward, backward = graphs
+    assert copies(forward) == [] and copies(backward) == ["cat"] * gathered
+
+
 def test_too_many_tokens_are_refused():
     with pytest.raises(ValueError, match="17 tokens do not fit block_size=16"):
         model()(torch.zeros(1, 17, dtype=torch.int64))

@@ -151,6 +151,7 @@ def test_the_softmax_runs_beside_the_products(text, head_dim, probe, fresh_cache
     assert built.shared <= HOPPER_SHARED and built.spilled <= 64
     own = re.sub(r"// begin inline asm.*?// end inline asm", "", built.ptx, flags=re.DOTALL)
     assert "fma.rn.f32" not in own  # contraction would move a rounding; `divide` asks for its own
+    assert "st.global.v4.b32" in built.ptx  # O of any strides, yet 16 bytes at a time
     beside, hazards = beside_products(machine_code(built.cubin), "MUFU.EX2")
     assert not hazards
     assert beside >= 2 * 64  # each consumer's 64 exponentials of a tile, at least

@@ -89,6 +89,7 @@ def test_exponentials_run_beside_the_products(
     assert built.shared <= HOPPER_SHARED
     assert built.spilled <= (0 if head_dim == 64 else 160)  # bytes, outside the loop over tiles
     assert "fma.rn.f32" not in built.ptx  # contraction would move a rounding
+    assert "st.global.v4.b32" in built.ptx  # gradients of any strides, yet 16 bytes at a time
     # of each consumer's 32 of the first tile and 32 of a later one
     beside, hazards = beside_products(machine_code(built.cubin), "MUFU.EX2")
     assert beside >= 2 * 60 and not hazards

@@ -39,6 +39,7 @@ def test_matrix_instructions_and_roundings(kernel, text, head_dim, capability):
     assert built.matrix_instructions == (expected,)
     assert "cvt.rn.bf16" in built.ptx  # the hardware's round to nearest even
     assert "fma.rn.f32" not in built.ptx  # contraction would move a rounding
+    assert "st.global.v4.b32" in built.ptx  # results of any strides, yet 16 bytes at a time
     assert built.spilled <= (8 if capability == 90 else 256)  # 8 under a limit of registers
     dim = pad(head_dim)
     assert built.shared <= shared_bytes(kernel, built.blocks, dim, dim, 2)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 FILES = [
-    f"test_triton_{name}.py" for name in ("rounding", "forward", "backward", "parity", "cases")
+    f"test_triton_{name}.py"
+    for name in ("rounding", "forward", "backward", "layout", "parity", "cases")
 ]
 
 
