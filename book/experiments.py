@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpt2.config import RunConfig, make_config
 from gpt2.outcomes import Onset
-from kernels.numerics import ScopedNumerics
+from kernels.numerics import ScopedNumerics, parse_numerics
 
 from .regimes import LOW, REGIMES, Regime, regime
 
@@ -50,8 +50,9 @@ class Experiment:
     parent's last step). heads: metrics that archives keep for every head, of runs from scratch.
     onsets: by seed, those of failing runs that did not diverge; they place the forks instead
     (`book.forks`), and a fork's outcome is its onset or none against the fork of the twin.
-    stop_at: runs from scratch pause there. captures: archives keep captured heads beside the
-    numbers. repeated: two arms that are one run twice, to be compared bit for bit.
+    fork_heads: metrics kept for every head of forks. stop_at: runs from scratch pause there.
+    captures: archives keep captured heads beside the numbers. repeated: two arms that are
+    one run twice, to be compared bit for bit.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Experiment:
     parent: str | None = None
     until: float | None = None
     heads: tuple[str, ...] = ()
+    fork_heads: tuple[str, ...] = ()
     onsets: tuple[tuple[int, Onset], ...] = ()
     stop_at: int | None = None
     captures: bool = False
@@ -378,6 +380,52 @@ PATHS = replace(
     arms=tuple(errors().arm(name) for name in ("low", "delta_fp32", "dQ_alone", "dK_alone")),
 )
 
+ANSWER = ("delta_error_mean", "delta_error_rms", "delta_clean_mean", "delta_answer_mean")
+
+
+def unbiased(preset: str = "cpu") -> Experiment:
+    """Roundings of O that have no bias, read by delta or not, and how dO answers each of them.
+
+    Declared before any ran: if a bias of the rounding is what it takes, none of the stochastic
+    arms fails. If it takes the mean that comes of dO answering the very rounding that delta reads
+    (`gpt2.gradient_probes.delta_answer`), the arm fails whose delta reads the O that the forward
+    pass went on with, and those whose delta reads another draw, as wide, do not.
+    The cpu regime from the start; a recipe as forks of its failing run.
+    """
+    how = regime(preset)
+    forked = preset != "cpu"
+    asked = (("probes", (f"delta_answer@{100 if forked else 50}",)),)
+    drawn = f"{parse_numerics(how.low).output}:stochastic"
+    noisy = f"{how.low},unnormalized={drawn},output={drawn}"
+    words = "O_bar and O rounded stochastically"
+    redrawn, high = "delta from another stochastic rounding of O", "delta from an fp32 O"
+    arms = (
+        Arm("same", how.low, "no change"),
+        Arm("delta_fp32", f"{how.low},delta_output=fp32", high),
+        Arm("redrawn", f"{how.low},delta_output={drawn}", redrawn),
+        Arm("stochastic", noisy, f"{words}, delta reads it"),
+        Arm("stochastic_redrawn", f"{noisy},delta_output={drawn}", f"{words}, {redrawn}"),
+        Arm("stochastic_delta_fp32", f"{noisy},delta_output=fp32", f"{words}, {high}"),
+    )
+    if not forked:
+        arms = (replace(arms[0], name="low", label="low precision"), *arms[1:])
+    parent = Arm("low", how.low, "low precision", changes=how.forkable, group="failing run")
+    return Experiment(
+        name="unbiased" if preset == "cpu" else f"unbiased-{preset}",
+        question="Does a rounding without a bias help, and which error of delta does harm then?",
+        chapter=3,
+        preset=how.preset,
+        base=how.base if forked else (*how.base, *asked),
+        failing="low",
+        twin="delta_fp32",
+        parent="low" if forked else None,
+        until=how.until if forked else None,
+        heads=ANSWER,
+        fork_heads=ANSWER,
+        arms=(parent, *(replace(a, at=how.at, changes=asked) for a in arms)) if forked else arms,
+    )
+
+
 LOW_RANK = Experiment(
     name="low-rank",
     question="How large, how one-sided and how coherent is the error of dW_Q, step by step?",
@@ -540,6 +588,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         errors(),
         errors(forked=True),
         PATHS,
+        unbiased(),
         LOW_RANK,
         *SFA_SETTINGS,
         SFA_SWEEP,

@@ -18,7 +18,17 @@ from gpt2.schema import RunConfig
 from kernels.numerics import SITE_NAMES, Site, parse_numerics
 
 from . import experiments
-from .experiments import SITES, Arm, Experiment, dial_arms, distinct, errors, in_regime, isolation
+from .experiments import (
+    SITES,
+    Arm,
+    Experiment,
+    dial_arms,
+    distinct,
+    errors,
+    in_regime,
+    isolation,
+    unbiased,
+)
 from .regimes import RECIPES, Regime, regime
 
 DIAL_BITS = (2, 3, 4, 5, 6, 7)
@@ -233,6 +243,7 @@ BUILDERS: dict[str, Callable[[str], Experiment]] = {
     "sites": sites,
     "errors": errors,
     "errors-forked": partial(errors, forked=True),
+    "unbiased": unbiased,
     "optimizer": optimizer,
     "size-wide": partial(size, which="wide"),
     "size-deep": partial(size, which="deep"),

@@ -236,9 +236,8 @@ def collect(experiment: Experiment, runs: dict[tuple[str, int], Run]) -> list[di
     for seed in sorted({seed for _, seed in runs}):
         of_seed = {arm: run for (arm, s), run in runs.items() if s == seed}
         outcomes = judge(experiment, of_seed)
-        rows += [
-            record(of_seed[a.name], a, seed, outcomes[a.name], () if a.at else experiment.heads)
-            for a in experiment.arms
-            if a.name in of_seed
-        ]
+        for a in experiment.arms:
+            if a.name in of_seed:
+                heads = experiment.fork_heads if a.at else experiment.heads
+                rows.append(record(of_seed[a.name], a, seed, outcomes[a.name], heads))
     return rows

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import measures
-from .probe_registry import ProbeContext, nested, register
+from .probe_registry import ProbeContext, measuring, nested, register
 
 
 def _delta_differences(ctx: ProbeContext) -> list[Tensor]:
@@ -30,6 +31,60 @@ def delta_error(ctx: ProbeContext) -> dict:
     """
     found = [measures.mean_per_head(e) for e in _delta_differences(ctx)]
     return {f"delta_error_{s}": nested([f[s] for f in found]) for s in ("mean", "stderr", "rms")}
+
+
+@register("delta_answer", cost="dear")
+def delta_answer(ctx: ProbeContext) -> dict:
+    """How much of the mean of delta_lp - delta_hp is dO answering the rounding of O.
+
+    e = dO (O_lp - O_hp), and dO is the gradient *at* O_lp. A further pass for each layer, which
+    goes on with O_hp there, gives the dO that there would be without that rounding. Per head, over
+    the rows of the training batch: the mean of e with it (`delta_clean_mean`), which has a sign
+    only if the rounding has one, and of e with what the rounding added to dO
+    (`delta_answer_mean`, with its standard error). The latter is, to first order, the second
+    derivative of the loss along the rounding error: where the loss is convex there it is positive,
+    whichever way O was rounded.
+    """
+    taps, _, _ = ctx.training_taps()
+    clean, answer = [], []
+    for index, (tap, e) in enumerate(zip(taps, _delta_differences(ctx))):
+        dout = _gradient_without_rounding(ctx, index, tap)
+        at_clean = measures.delta_difference(dout, tap.out, tap.probe.out_fp32)
+        clean.append(measures.mean_per_head(at_clean))
+        answer.append(measures.mean_per_head(e - at_clean))
+    return delta_error(ctx) | {
+        "delta_clean_mean": nested([f["mean"] for f in clean]),
+        "delta_answer_mean": nested([f["mean"] for f in answer]),
+        "delta_answer_stderr": nested([f["stderr"] for f in answer]),
+    }
+
+
+def _gradient_without_rounding(ctx: ProbeContext, index: int, tap) -> Tensor:
+    """dO of layer `index`, [B, H, T, D], on the grid of O, where the layer goes on with O_hp.
+
+    The projection behind it has the weight of every other pass and an input in fp32.
+    """
+    layer = ctx.model.attention_layers[index]
+    if layer.c_gate is not None:
+        raise ValueError("a gate stands between O and its projection; this probe does not pass it")
+    clean = tap.probe.out_fp32.detach().requires_grad_()
+
+    def project(module, given, result):
+        x = clean.transpose(1, 2).reshape(result.shape)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, module.weight.to(result.dtype).float(), module.bias).to(
+                result.dtype
+            )
+
+    handle = layer.c_proj.register_forward_hook(project)
+    try:
+        with torch.enable_grad(), measuring(ctx):
+            rows = tap.out.shape[0]
+            _, loss = ctx.model(ctx.x[:rows], ctx.y[:rows], seed=ctx.step)
+            (gradient,) = torch.autograd.grad(loss, clean)
+    finally:
+        handle.remove()
+    return gradient.to(tap.out.dtype)
 
 
 def weight_changes(ctx: ProbeContext) -> Tensor:

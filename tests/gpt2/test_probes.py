@@ -87,6 +87,64 @@ def test_delta_error_equals_the_difference_of_the_two_deltas():
     assert row["delta_error_rms"][1][0] > 0
 
 
+def gradients_of_outputs(ctx, text):
+    """(taps, dO of each layer) with attention `text`, on the context's batch."""
+    ctx.model.set_attention(text)
+    try:
+        ctx.scratch.clear()
+        return ctx.training_taps()[:2]
+    finally:
+        ctx.model.set_attention(ctx.config.attention)
+        ctx.scratch.clear()
+
+
+@pytest.mark.parametrize("draws", ["", ":stochastic"])
+def test_the_answer_of_dO_is_what_an_unrounded_O_of_that_layer_takes_away(draws):
+    """By the other way: numerics that round no O in one layer, all below it being the same."""
+    low = f"paper,matched_bits=2,unnormalized=bf16.2{draws},output=bf16.2{draws}"
+    ctx = make(attention=low, probes=("delta_answer@1",))
+    row = Probes(ctx.config).before_update(ctx)
+    taps, own = gradients_of_outputs(ctx, low)
+    assert "probe_errors" not in row and not ctx.model.attention_layers[0].c_proj._forward_hooks
+    for index in (0, 1):
+        text = f"{low}; L{index} -> {low},unnormalized=fp32,output=fp32"
+        others, clean = gradients_of_outputs(ctx, text)
+        assert torch.equal(taps[index].q, others[index].q)
+        error = taps[index].out.double() - taps[index].probe.out_fp32.double()
+        wanted = (error * (own[index] - clean[index]).double()).sum(-1).mean((0, 2))
+        found = torch.tensor(row["delta_answer_mean"][index], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-12)
+        parts = found + torch.tensor(row["delta_clean_mean"][index], dtype=torch.float64)
+        whole = torch.tensor(row["delta_error_mean"][index], dtype=torch.float64)
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-15)
+        assert wanted.abs().max() > 0
+
+
+def test_the_answer_of_dO_is_the_second_derivative_along_the_error():
+    """With 7 bits e is small: sum of e (dO - dO_clean) against losses at O_hp and far along e."""
+    ctx = make(attention="paper,inputs=fp32", probes=("delta_answer@1",))
+    row = Probes(ctx.config).before_update(ctx)
+    taps, _, _ = ctx.training_taps()
+    layer, tap = ctx.model.attention_layers[1], taps[1]
+    ctx.model.double().eval().set_attention("exact,compute=fp64")
+    high = tap.probe.out_fp32.double()
+    error = tap.out.double() - high
+
+    def loss(t):
+        out = (high + t * error).transpose(1, 2).reshape(tap.x.shape)
+        handle = layer.c_proj.register_forward_hook(lambda m, x, y: out @ m.weight.T)
+        with torch.no_grad():
+            _, value = ctx.model(ctx.x, ctx.y)
+        handle.remove()
+        return value.item()
+
+    size = 50.0  # in units of e: far enough apart to be told from fp64's own rounding
+    curvature = (loss(size) - 2 * loss(0.0) + loss(-size)) / size**2
+    rows = error.shape[0] * error.shape[2]
+    assert curvature > 0
+    assert sum(row["delta_answer_mean"][1]) * rows == pytest.approx(curvature, rel=0.05)
+
+
 def test_weight_gradient_error_is_what_the_twin_numerics_change():
     """dW_Q of `paper` minus dW_Q of its twin, with dS unrounded so that nothing else acts."""
     low = "paper,grad_scores=fp32,gradients=fp32,inputs=fp32"
