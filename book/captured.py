@@ -40,13 +40,18 @@ ELSEWHERE = Plan("worstx4", 5_000, 600_000)
 
 
 def captured_config(preset: str, seed: int = 0, plan: Plan | None = None) -> RunConfig:
-    """The failing arm of chapter 1 with its probes and a capture (its own, if it has one)."""
+    """The failing arm of chapter 1 with its probes, a capture and dO's answer to the rounding.
+
+    Its own captures, if it has any, are all.
+    """
     plan = plan or PLANS.get(preset, ELSEWHERE)
     experiment = failure(preset)
     config = experiment.arm("low").config(experiment, seed)
     if any(name.startswith("capture") for name in config.probes):
         return config
-    return config.at(probes=(*config.probes, f"capture@{plan.every}:{plan.place}"))
+    every = max(1, plan.every // 2)
+    told = (f"capture@{plan.every}:{plan.place}", f"delta_answer@{every}")
+    return config.at(probes=(*config.probes, *told))
 
 
 def captured_run(

@@ -75,7 +75,7 @@ REGIMES = {
         at=0.5,
         preset="mini",
         changes=(("compile", "off"),),
-        captures=("capture@250:L1x1",),
+        captures=("capture@250:L1x1", "delta_answer@250"),
     ),
 }
 

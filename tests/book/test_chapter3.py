@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from book import (
+    answer,
     appendix_d,
     chapter3,
     direction,
@@ -19,7 +20,16 @@ from book import (
 from book.captured import captured_heads
 from book.evidence import Archive
 from book.experiment_runs import jobs
-from book.experiments import FAILURE, LIVE_ERRORS, LOW, LOW_RANK, errors, isolation
+from book.experiments import (
+    ANSWER,
+    FAILURE,
+    LIVE_ERRORS,
+    LOW,
+    LOW_RANK,
+    errors,
+    isolation,
+    unbiased,
+)
 from book.records import head_curves
 from gpt2.config import make_config
 from kernels import emulated
@@ -224,6 +234,65 @@ def test_drift_is_the_mean_in_its_rms_and_the_sum_in_its_coins_sigma():
     table = drift.drift_table(rows).data
     assert "+7.50%" in table and "2 of 2 runs" in table and "0 of 2 runs" in table
     assert len(direction_figures.cumulative(rows, (0, 1)).axes) == 1
+
+
+def answered_metrics(clean, at=50, late=9.0):
+    """Metrics of one layer, two heads, from step 0 to 450; e's rms is 2, and from 400 on it is as
+    `late` says. The answer is 0.1 of the rms in the first head and 0.2 in the second."""
+    steps = np.arange(0, 500, at)
+    one = np.where(steps < 400, 1.0, late)[:, None, None]
+    answer = one * 2.0 * np.array([[0.1, 0.2]])
+    clean = one * 2.0 * np.array([[clean, -clean]])
+    rms = np.full_like(answer, 2.0)
+    means = dict(error_mean=clean + answer, error_rms=rms, clean_mean=clean, answer_mean=answer)
+    return {"step": steps} | {f"delta_{name}": values for name, values in means.items()}
+
+
+def test_the_mean_of_e_is_told_by_its_parts_up_to_the_first_sign():
+    told = {"arm": "low", "label": "low", "kind": "onset", "steps": 450, "onset_step": 350}
+    told["curves"] = {"train_loss": {"step": [0, 450], "value": [2.0, 1.0]}}
+    rows = [
+        told | {"seed": seed, "heads": head_curves(answered_metrics(clean), ANSWER)}
+        for seed, clean in enumerate([0.01, 0.03])
+    ]
+    found = answer.parts(rows[1])
+    assert found.answer == pytest.approx(np.array([[0.1, 0.2]]), rel=1e-4)
+    assert found.clean == pytest.approx(np.array([[0.03, -0.03]]), rel=1e-4)
+    assert found.error == pytest.approx(found.answer + found.clean, rel=1e-4)
+    other = told | {"seed": 2, "heads": {}}  # keeps no parts
+    table = answer.answer_table([*rows, other]).data
+    assert "+2.00% ± 12.71%" in table and "+10.00% ± 0.00%" in table and "2 of 2 runs" in table
+    words = answer.answer_words([*rows, other])
+    assert "+15.00% by dO's answer" in words and "+0.00% with a clean dO" in words
+    assert "positive in 4 of them" in words
+
+
+def test_a_live_run_takes_each_step_as_a_draw():
+    class Run:
+        metrics = staticmethod(lambda: answered_metrics(0.01))
+
+    table = answer.live_table(Run, 350).data
+    assert "layer 0, head 1" in table and "+20.00% ± 0.00%" in table and "-1.00%" in table
+    assert "+20.00% ± 0.00%" not in answer.live_table(Run, None).data
+    Run.metrics = staticmethod(lambda: {"step": np.arange(3)})
+    assert "does not keep" in answer.live_table(Run, None).data
+
+
+def test_unbiased_roundings_differ_in_what_the_names_say():
+    whole = unbiased()
+    texts = {arm.name: parse_numerics(arm.attention) for arm in whole.arms}
+    plain, noisy = texts["low"], texts["stochastic"]
+    assert plain == parse_numerics(LOW) and noisy.output.rounding == "stochastic"
+    assert noisy == plain.at(output=noisy.output, unnormalized=noisy.output)
+    assert texts["stochastic_redrawn"] == noisy.at(delta_output=noisy.output)
+    assert texts["redrawn"] == plain.at(delta_output=noisy.output)
+    forked = unbiased("mini-d12-w192-lr3")
+    drawn = parse_numerics(forked.arm("redrawn").attention).delta_output
+    assert str(drawn) == "bf16:stochastic"
+    assert forked.arm("low").config(forked, 0) == errors("mini-d12-w192-lr3", forked=True).arm(
+        "low"
+    ).config(forked, 0)
+    assert all(a.at and "delta_answer@100" in dict(a.changes)["probes"] for a in forked.arms[1:])
 
 
 def test_the_error_of_dW_K_is_the_difference_of_two_backward_passes(moments):

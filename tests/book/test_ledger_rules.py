@@ -408,6 +408,34 @@ def test_drifts(archived):
     assert found == [SUPPORTED, PARTLY, NOT_SUPPORTED]
 
 
+def test_answers(archived):
+    def answering(seed, clean, answer):
+        means = dict(rms=2.0, mean=clean + answer)
+        kept = {f"delta_error_{name}": value for name, value in means.items()}
+        kept |= dict(delta_clean_mean=clean, delta_answer_mean=answer)
+        told = {n: {"step": [0, 400], "value": [[[v], [v]]] * 2} for n, v in kept.items()}
+        loss = {"train_loss": {"step": [0, 800, 950], "value": [3, 1, 3]}}
+        return run("low", seed, "diverged", heads=told) | {"curves": loss}
+
+    def runs(*cases):
+        return [answering(seed, *case) for seed, case in enumerate(cases)]
+
+    answer = [0.10, 0.12, 0.11, 0.09, 0.10]
+    none = [0.01, -0.01, 0.005, -0.005, 0.0]
+    evidence = archived(
+        x=runs(*zip(none, answer)),
+        y=runs(*((0.05 + n, a) for n, a in zip(none, answer))),
+        z=runs(*zip(answer, none)),
+        one=runs((0.01, 0.1)),
+        other=runs((0.2, 0.1)),
+    )
+    found = [verdict(evidence, "answers", (name,)) for name in "xyz"]
+    assert found == [SUPPORTED, PARTLY, NOT_SUPPORTED]
+    effects = [apply("answers", {}, evidence, (n,)).effect for n in ("x", "one", "other")]
+    assert "answer +5.20% of the rms" in effects[0] and "of 10 heads of 5 runs" in effects[0]
+    assert "as claimed" in effects[1] and "partly" in effects[2]
+
+
 def test_leads(archived):
     evidence = archived(x=five(), y=five()[:2])
     assert verdict(evidence, "leads", layer=1) == SUPPORTED
