@@ -17,12 +17,21 @@ from IPython.display import Markdown
 from gpt2.runs import Run
 
 from .drift import quiet_until
+from .evidence import Archive
 from .experiments import ANSWER
 from .isolation_figures import by_arm, head_values
 from .records import head_curves
 from .tables import half_width, markdown_table, over_runs
+from .verdicts import counted, failures, standing
 
 PARTS = ("error", "clean", "answer")
+# Arm of `book.experiments.unbiased` -> whether it was foretold to fail.
+FORETOLD = {
+    "redrawn": False,
+    "stochastic": True,
+    "stochastic_redrawn": False,
+    "stochastic_delta_fp32": False,
+}
 HEADER = ["head", "mean of e in its rms", "with a clean dO", "dO's answer"]
 
 
@@ -100,3 +109,28 @@ def answer_words(rows: Sequence[Mapping]) -> str:
         f"{len(found)} runs; {clean.mean():+.2%} with a clean dO and {answer.mean():+.2%} by "
         f"dO's answer, which is positive in {int((answer > 0).sum())} of them"
     )
+
+
+def summary(kept: Archive) -> str:
+    """`answer_words` of every arm of an archive, as a list."""
+    arms = by_arm([row for row in kept.rows if keeps_answer(row)])
+    return "\n".join(f"- {mine[0]['label']}: {answer_words(mine)}." for mine in arms.values())
+
+
+def verdict_words(rows: Sequence[Mapping]) -> str:
+    """How the arms of `unbiased` ended, beside what was foretold of each."""
+    arms = by_arm(rows)
+    low = arms.get("low", arms.get("same", []))
+    if not failures(low):
+        return "The failing run did not fail here, so the others decide nothing."
+    told = [f"Failing run: {counted(low)} ({standing(len(low))})."]
+    for name, fails in FORETOLD.items():
+        mine = arms.get(name, [])
+        if not mine:
+            continue
+        count = failures(mine)
+        agreed = (2 * count > len(mine)) == fails
+        clear = count in (0, len(mine))
+        said = "as foretold" if agreed and clear else "mostly so" if agreed else "not as foretold"
+        told.append(f"{mine[0]['label']}: {counted(mine)}, {said} ({standing(len(mine))}).")
+    return "\n".join(f"- {line}" for line in told)
