@@ -21,6 +21,7 @@ from .evidence import Archive
 from .experiments import ANSWER
 from .isolation_figures import by_arm, head_values
 from .records import head_curves
+from .regimes import regime
 from .tables import half_width, markdown_table, over_runs
 from .verdicts import counted, failures, standing
 
@@ -44,20 +45,21 @@ class Parts(NamedTuple):
 
 
 def keeps_answer(row: Mapping) -> bool:
-    return all(row["heads"].get(name, {}).get("step") for name in ANSWER)
+    heads = row.get("heads") or {}
+    return all(heads.get(name, {}).get("step") for name in ANSWER)
 
 
-def parts(row: Mapping) -> Parts:
-    """Means over the steps up to the first sign of trouble, or over the first step alone."""
+def by_step(row: Mapping) -> Parts:
+    """The three numbers [n, n_layer, n_head] at each kept step up to the first sign of trouble."""
     steps, rms = head_values(row, "delta_error_rms")
     quiet = max(1, int((steps <= quiet_until(row)).sum()))
     with np.errstate(invalid="ignore", divide="ignore"):
-        return Parts(
-            *(
-                np.nanmean((head_values(row, f"delta_{part}_mean")[1] / rms)[:quiet], axis=0)
-                for part in PARTS
-            )
-        )
+        return Parts(*((head_values(row, f"delta_{p}_mean")[1] / rms)[:quiet] for p in PARTS))
+
+
+def parts(row: Mapping) -> Parts:
+    """Their means over the steps."""
+    return Parts(*(np.nanmean(values, axis=0) for values in by_step(row)))
 
 
 def answer_table(rows: Sequence[Mapping]) -> Markdown:
@@ -134,3 +136,57 @@ def verdict_words(rows: Sequence[Mapping]) -> str:
         said = "as foretold" if agreed and clear else "mostly so" if agreed else "not as foretold"
         told.append(f"{mine[0]['label']}: {counted(mine)}, {said} ({standing(len(mine))}).")
     return "\n".join(f"- {line}" for line in told)
+
+
+def steps_to_outgrow(share: float, rows: int) -> float:
+    """Steps n after which a mean of `share` of the rms, over `rows` rows a step, has added up to
+    more than the rest scatters if rows are independent: n rows share = sqrt(n rows)."""
+    return 1 / (rows * share**2) if share else np.inf
+
+
+def places_table(rows: Sequence[Mapping]) -> Markdown:
+    """Forks that keep the two parts: means over heads, and the head of the largest answer."""
+    lines = []
+    for row in rows:
+        if not keeps_answer(row):
+            continue
+        found = parts(row)
+        place = np.unravel_index(found.answer.argmax(), found.answer.shape)
+        top = float(found.answer[place])
+        model = regime(row["recipe"]).config
+        steps = steps_to_outgrow(top, model.batch_size * model.block_size)
+        lines.append(
+            [
+                row["label"],
+                *(f"{getattr(found, part).mean():+.3%}" for part in PARTS),
+                f"{int((found.answer > 0).sum())} of {found.answer.size}",
+                f"L{place[0]} H{place[1]}: {top:+.2%}",
+                f"{steps:,.0f}",
+                first_head(row),
+            ]
+        )
+    if not lines:
+        return Markdown("*No run on a GPU keeps the two parts of e.*")
+    header = ["run", *HEADER[1:], "positive in", "largest in", "outgrows the rest in steps"]
+    return markdown_table([*header, "onset in"], lines)
+
+
+def first_head(row: Mapping) -> str:
+    """'L2 H0': the head whose ties, or whose norm, were the onset; 'none' without one."""
+    onset = row["onset"]
+    return "none" if onset is None else f"L{onset['layer']} H{onset['head']}"
+
+
+def forks_words(rows: Sequence[Mapping]) -> list[str]:
+    """One line over all forks that keep the two parts; none without."""
+    kept = [row for row in rows if keeps_answer(row)]
+    if not kept:
+        return []
+    tops = [np.unravel_index(a.argmax(), a.shape) for a in (parts(row).answer for row in kept)]
+    begun = [(top, row["onset"]) for top, row in zip(tops, kept) if row["onset"]]
+    same = sum((o["layer"], o["head"]) == top for top, o in begun)
+    spread = sorted({f"L{layer} H{head}" for layer, head in tops})
+    return [
+        f"Where the sign comes from, in bf16: {answer_words(kept)}. It is largest in "
+        f"{', '.join(spread)}; {same} of {len(begun)} onsets are in the head where it is."
+    ]

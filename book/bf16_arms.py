@@ -27,6 +27,7 @@ OTHER = {
     "isolation": "Other single changes, as forks of the failing run",
     "errors": "The error of delta changed, from the start",
     "errors-forked": "The error of delta changed, as forks of the failing run",
+    "unbiased": "Roundings without a bias, as forks of the failing run",
     "optimizer": "With Muon for the hidden matrices",
     "size-wide": "Twice as wide",
     "size-deep": "Twice as deep",

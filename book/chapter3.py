@@ -11,6 +11,7 @@ from IPython.display import Markdown
 from gpt2.fork import parent_state
 from gpt2.train import train_many
 
+from .answer import answer_words
 from .captured import captured_config
 from .direction import Moment, bias, feature_signs, gain_over_steps, injected_gains
 from .drift import drift_words
@@ -223,9 +224,15 @@ def archived_verdicts(name: str, archive: Archive | None) -> list[str]:
 
 
 def against_the_paper(
-    moments: Moments, kept: Mapping[str, Archive | None], sums: Archive | None
+    moments: Moments,
+    kept: Mapping[str, Archive | None],
+    sums: Archive | None,
+    free: Archive | None = None,
 ) -> Markdown:
-    """The paper's claims of section 3.3.1 beside what was measured here."""
+    """The paper's claims of section 3.3.1 beside what was measured here.
+
+    free: the archive of roundings without a bias.
+    """
     series = [m for s in moments.values() for m in s]
     trained = [m for m in series if m.step > series[0].step]
     cosine = np.median([m.coherence.mean_cosine for m in trained])
@@ -255,6 +262,16 @@ def against_the_paper(
             ),
         ],
     ]
+    if free is not None:
+        arms = by_arm(free.rows)
+        told = [f"{arms[n][0]['label']} {counted(arms[n])}" for n in arms if n != "low"]
+        lines.append(
+            [
+                "its sign is that of a biased rounding of O",
+                f"it is dO's answer to the rounding, biased or not: {answer_words(arms['low'])}; "
+                + "; ".join([f"as it is {counted(arms['low'])}", *told]),
+            ]
+        )
     for name, archive in kept.items():
         if archive is not None:
             lines += _claims(name, tested(archive.rows) if name == "forked" else archive.rows)

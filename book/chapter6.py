@@ -14,6 +14,7 @@ from IPython.display import Markdown
 
 from gpt2.outcomes import DIVERGED_NATS, HEALTHY_FACTOR, VERDICT_RUNS, is_healthy
 
+from .answer import forks_words
 from .bf16_arms import attribution_words, fork_groups, fork_words
 from .captions import Captioned
 from .evidence import RESULTS, Archive, archives
@@ -353,7 +354,7 @@ def _later_losses(rows: Sequence[Mapping]) -> tuple[float, float]:
 def what_you_saw(rows: Sequence[Mapping], dials: str) -> Markdown:
     """The findings as a list, every number from a record. dials: lines of `book.dose`."""
     found = [standing(rows).data, *recipe_lines(rows), *signs_words(rows), *places_words(rows)]
-    found += forks_lines(rows)
+    found += [*forks_lines(rows), *forks_words(rows)]
     found += attribution_words(rows)
     return Markdown("\n".join([*(f"- {line}" for line in found), *dials.splitlines()]))
 

@@ -51,7 +51,7 @@ def throughput_rows(folder: Path = RESULTS) -> list[dict]:
         try:
             told = json.loads(path.read_text())
             source = told.get("provenance") or told["environment"]
-            where = {"machine": source["machine"], "date": source["date"][:10]}
+            where = {k: source[k] for k in ("machine", "code")} | {"date": source["date"][:10]}
             out += [where | row for row in told["rows"] if not row.get("error")]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -120,7 +120,7 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
             "n/a" if r["peak_bytes"] is None else f"{r['peak_bytes'] / GIB:.1f} GiB",
             f"{r['step_ms']['p50']:.1f}",
             "yes" if r.get("cuda_graph") else "no",
-            f"{r['machine']}, {r['date']}",
+            f"{r['machine']}, {r['date']}, code {r['code']}",
         ]
         for r in good
     ]
@@ -141,7 +141,7 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
 def bench_rows(found: Sequence[Archive]) -> list[dict]:
     """Speeds on GPUs in archives of scaling, in the form of `throughput_rows`."""
     return [
-        {"machine": a.provenance["machine"], "date": a.provenance["date"]} | row
+        {k: a.provenance[k] for k in ("machine", "date", "code")} | row
         for a in found
         if a.provenance["device"] == "cuda"
         for row in part([a], "speed")

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpt2.outcomes import KINDS
 
-from ..answer import PARTS, keeps_answer, parts
+from ..answer import PARTS, Parts, by_step, keeps_answer, parts
 from ..drift import drift
 from ..isolation_figures import head_values
 from ..records import FAILED
@@ -24,6 +24,7 @@ from .findings import (
     SUPPORTED,
     Evidence,
     Finding,
+    fraction_bits,
     regime,
     rule,
     rule_over_all,
@@ -150,25 +151,29 @@ def drifts(
 
 
 @rule_over_all
-def answers(evidence: Evidence, experiments: Sequence[str], *, arm: str = "low") -> Finding:
+def answers(
+    evidence: Evidence, experiments: Sequence[str], *, arm: str = "low", bits: int | None = None
+) -> Finding:
     """Claimed: what is one-sided in delta's error is dO's answer to the rounding of O.
 
     Of each run, mean over its heads of the two parts of e in its rms, up to the first sign of
     trouble (`book.answer`). supported: over runs, the 95 % interval of the answer lies above 0 and
     that of the rest (with a dO that knows no rounding) holds 0; partly: the answer's lies above 0
-    and the rest is off zero too; else not. Of a single run: the answer positive, the rest smaller.
+    and the rest is off zero too; else not. Of a single run the intervals are those over its
+    steps. bits: only runs that round O_bar to so many fraction bits.
     """
     rows, more = keeping(evidence, experiments, arm, "delta_answer_mean")
-    found = [parts(row) for row in rows if keeps_answer(row)]
-    if not found:
+    rows = [row for row in rows if keeps_answer(row) and bits in (None, fraction_bits(row))]
+    if not rows:
         return untested("no archived run keeps the two parts of delta's error")
-    rest, answer = (mean_interval([float(getattr(f, p).mean()) for f in found]) for p in PARTS[1:])
-    if len(found) > 1:
-        up, off, spread = answer.low > 0, not rest.low <= 0 <= rest.high, " ({:+.2%} to {:+.2%})"
-    else:
-        up, off, spread = answer.value > 0, abs(rest.value) > answer.value, ""
-    verdict = NOT_SUPPORTED if not up else PARTLY if off else SUPPORTED
-    told = [f"{x.value:+.2%} of the rms" + spread.format(x.low, x.high) for x in (answer, rest)]
+    found = [parts(row) for row in rows]
+    draws = found if len(rows) > 1 else [Parts(*values) for values in zip(*by_step(rows[0]))]
+    rest, answer = (
+        mean_interval([float(np.nanmean(getattr(d, p))) for d in draws]) for p in PARTS[1:]
+    )
+    off = not rest.low <= 0 <= rest.high
+    verdict = NOT_SUPPORTED if not answer.low > 0 else PARTLY if off else SUPPORTED
+    told = [f"{x.value:+.2%} of the rms ({x.low:+.2%} to {x.high:+.2%})" for x in (answer, rest)]
     effect = f"answer {told[0]}, the rest {told[1]}; the answer positive in "
     effect += f"{sum(int((f.answer > 0).sum()) for f in found)} of "
     effect += f"{sum(f.answer.size for f in found)} heads of {len(found)} run"

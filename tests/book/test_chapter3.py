@@ -288,6 +288,20 @@ def test_a_live_run_takes_each_step_as_a_draw():
     assert "does not keep" in answer.live_table(Run, None).data
 
 
+def test_forks_name_the_head_of_the_largest_answer_and_when_it_outgrows_the_rest():
+    onset = {"layer": 0, "head": 1, "step": 350}
+    kept = {"heads": head_curves(answered_metrics(0.01), ANSWER)}
+    told = {"kind": "onset", "steps": 450, "onset_step": 350, "label": "no change"}
+    told |= {"recipe": "mini-d12-w192-lr3", "onset": onset}
+    told["curves"] = {"train_loss": {"step": [0, 450], "value": [2.0, 1.0]}}
+    rows = [told | kept, told | kept | {"onset": None, "label": "other"}, told | {"heads": {}}]
+    table = answer.places_table(rows).data
+    assert table.count("L0 H1: +20.00%") == 2 and "| L0 H1 |" in table and "| none |" in table
+    assert answer.steps_to_outgrow(0.01, 10_000) == pytest.approx(1)
+    assert "It is largest in L0 H1; 1 of 1 onsets are in the head" in answer.forks_words(rows)[0]
+    assert answer.forks_words(rows[2:]) == [] and "*No run" in answer.places_table(rows[2:]).data
+
+
 def test_unbiased_roundings_differ_in_what_the_names_say():
     whole = unbiased()
     texts = {arm.name: parse_numerics(arm.attention) for arm in whole.arms}

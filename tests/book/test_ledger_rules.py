@@ -409,16 +409,19 @@ def test_drifts(archived):
 
 
 def test_answers(archived):
-    def answering(seed, clean, answer):
-        means = dict(rms=2.0, mean=clean + answer)
-        kept = {f"delta_error_{name}": value for name, value in means.items()}
-        kept |= dict(delta_clean_mean=clean, delta_answer_mean=answer)
-        told = {n: {"step": [0, 400], "value": [[[v], [v]]] * 2} for n, v in kept.items()}
+    def answering(seed, *steps):
+        """steps: (clean, answer) at each of two."""
+        clean, answer = ([[[x[i]], [x[i]]] for x in steps] for i in (0, 1))
+        error = [[[sum(x)], [sum(x)]] for x in steps]
+        rms = [[[2.0], [2.0]]] * 2
+        names = ("error_mean", "error_rms", "clean_mean", "answer_mean")
+        kept = zip(names, (error, rms, clean, answer))
+        told = {f"delta_{n}": {"step": [0, 400], "value": v} for n, v in kept}
         loss = {"train_loss": {"step": [0, 800, 950], "value": [3, 1, 3]}}
         return run("low", seed, "diverged", heads=told) | {"curves": loss}
 
     def runs(*cases):
-        return [answering(seed, *case) for seed, case in enumerate(cases)]
+        return [answering(seed, case, case) for seed, case in enumerate(cases)]
 
     answer = [0.10, 0.12, 0.11, 0.09, 0.10]
     none = [0.01, -0.01, 0.005, -0.005, 0.0]
@@ -426,14 +429,14 @@ def test_answers(archived):
         x=runs(*zip(none, answer)),
         y=runs(*((0.05 + n, a) for n, a in zip(none, answer))),
         z=runs(*zip(answer, none)),
-        one=runs((0.01, 0.1)),
-        other=runs((0.2, 0.1)),
+        one=[answering(0, (0.01, 0.100), (-0.01, 0.101))],
+        other=[answering(0, (0.01, 0.100), (-0.01, -0.101))],
     )
     found = [verdict(evidence, "answers", (name,)) for name in "xyz"]
     assert found == [SUPPORTED, PARTLY, NOT_SUPPORTED]
     effects = [apply("answers", {}, evidence, (n,)).effect for n in ("x", "one", "other")]
     assert "answer +5.20% of the rms" in effects[0] and "of 10 heads of 5 runs" in effects[0]
-    assert "as claimed" in effects[1] and "partly" in effects[2]
+    assert "as claimed" in effects[1] and "against the claim" in effects[2]
 
 
 def test_leads(archived):

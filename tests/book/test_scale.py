@@ -45,7 +45,7 @@ def test_processes_that_do_not_divide_the_batch_are_refused_in_the_table():
 
 def test_times_are_measured_where_a_measurement_is_archived():
     config = PRESETS["paper"]
-    where = {"machine": "NVIDIA H200", "date": "2026-11-29"}
+    where = {"machine": "NVIDIA H200", "date": "2026-11-29", "code": "0123abcd"}
     assumed = time_table(config, [1], [], "NVIDIA H200", 0.5).data
     assert "assumed: 50.0 %" in assumed and "no measurement" in assumed
     other = where | SPEED | {"implementation": "flash"}
@@ -101,12 +101,13 @@ def test_what_the_connection_must_do_is_computed():
 def test_speeds_come_from_both_kinds_of_archive(tmp_path):
     folder = tmp_path / "throughput"
     folder.mkdir()
-    environment = {"machine": "NVIDIA H100", "date": "2026-11-28T10:00:00"}
+    environment = {"machine": "NVIDIA H100", "date": "2026-11-28T10:00:00", "code": "abcd0123"}
     bench = {"rows": [SPEED, SPEED | {"error": "x"}], "environment": environment}
     (folder / "a.json").write_text(json.dumps(bench))
     rows = scale.speeds(written(tmp_path, [SPEED]), tmp_path)
     text = scale.speed_table(rows).data
-    assert "NVIDIA H100, 2026-11-28" in text and "2 x NVIDIA H200, 2026-11-29" in text
+    assert "NVIDIA H100, 2026-11-28, code abcd0123" in text
+    assert "2 x NVIDIA H200, 2026-11-29" in text
     (folder / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="a.json is not an archive"):
         scale.throughput_rows(tmp_path)
