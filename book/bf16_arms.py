@@ -197,11 +197,19 @@ def attribution_words(rows: Sequence[Mapping]) -> list[str]:
         mine = [r for r in of_experiment(rows, kind) if r["arm"] != "low"]
         mine = [r for r in mine if r["arm"].startswith(prefix)]
         rest = [r for r in mine if r["run"] not in aside]
-        if rest:
-            lines.append(f"{words}, {_who_failed(rest)}.")
+        judged = [r for r in rest if _could_fail(r)]
+        if judged:
+            lines.append(f"{words}, {_who_failed(judged)}.")
+        elif rest:
+            lines.append(f"{words}: not judged, since the forks began with too many ties.")
         elif not mine and kind != "errors":
             lines.append(f"{words}: not run in bf16.")
     return lines
+
+
+def _could_fail(row: Mapping) -> bool:
+    """Whether the rule of an onset could be met, or a run failed all the same."""
+    return row["kind"] in (*FAILED, "onset") or row["outcome"].get("ties_judged", True)
 
 
 def _who_failed(rows: Sequence[Mapping]) -> str:

@@ -181,6 +181,22 @@ def test_other_arms_are_told_by_experiment(tmp_path):
     assert words.endswith("- dials") and "error of $\\delta$ changed: not run in bf16" in words
 
 
+def test_forks_whose_ties_cannot_be_judged_decide_nothing(tmp_path):
+    save(tmp_path, "recipes", confirmed())
+    fork = row("tiny", "only_scores", 0, "stable", 60_000, forked_at=9_000)
+    fork["outcome"]["ties_judged"] = False
+    save(tmp_path, "sites-tiny", [fork])
+    rows = read(tmp_path)
+    assert "stable to 60,000, ties not judged" in arms.fork_table([fork]).data
+    told = c6.what_you_saw(rows, "").data
+    assert "with one rounding alone: not judged, since the forks began with too many" in told
+    failed = row("tiny", "only_output", 0, "diverged", 41_000, forked_at=9_000)
+    failed["outcome"]["ties_judged"] = False
+    save(tmp_path, "sites-tiny", [fork, failed])
+    told = c6.what_you_saw(read(tmp_path), "").data
+    assert "failed: only_output (1 of 1); did not: none" in told
+
+
 def test_arms_of_a_recipe_that_shows_an_onset_alone_are_told_too(tmp_path):
     late = row("tiny", "low", 0, "onset", 900, status="interrupted", onset_step=700)
     save(tmp_path, "recipes", [late, row("tiny", "delta_fp32", 0, "stable", 900)])
