@@ -9,6 +9,7 @@ from book import chapter6 as c6
 from book import dose
 from book.gpu_experiments import failure, failure_forked
 from book.remaining import missing_runs, remaining_table, remaining_words
+from book.tables import step_text
 from gpt2.outcomes import Onset, Outcome
 
 SOURCE = {
@@ -187,7 +188,7 @@ def test_forks_whose_ties_cannot_be_judged_decide_nothing(tmp_path):
     fork["outcome"]["ties_judged"] = False
     save(tmp_path, "sites-tiny", [fork])
     rows = read(tmp_path)
-    assert "stable to 60,000, ties not judged" in arms.fork_table([fork]).data
+    assert step_text(fork) == "stable to 60,000, ties not judged"
     told = c6.what_you_saw(rows, "").data
     assert "with one rounding alone: not judged, since the forks began with too many" in told
     failed = row("tiny", "only_output", 0, "diverged", 41_000, forked_at=9_000)
