@@ -8,14 +8,18 @@ of the rms of e at its step, as a mean over the steps up to the run's first sign
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from IPython.display import Markdown
+from matplotlib.figure import Figure
 
+from gpt2.examine import examine
 from gpt2.runs import Run
 
+from .captions import DASHES, INK, PALETTE, styled, subplots
 from .drift import quiet_until
 from .evidence import Archive
 from .experiments import ANSWER
@@ -100,6 +104,78 @@ def live_table(run: Run, until: int | None) -> Markdown:
     return markdown_table(
         ["head", "mean of e in its rms", "with a clean dO", "dO's answer"], lines
     )
+
+
+# -- against the bits -----------------------------------------------------------------------------
+
+
+def with_bits(attention: str, bits: int) -> str:
+    """A failing run's numerics with another number of fraction bits at the sites that it cuts."""
+    if "_bits=" not in attention:
+        return f"{attention},matched_bits={bits}"
+    return re.sub(r"_bits=\d+", f"_bits={bits}", attention)
+
+
+def by_bits(
+    run: Run, until: int | None, bits: Sequence[int] = (2, 3, 4, 5, 6, 7), **options
+) -> dict[int, Parts]:
+    """bits -> `Parts` [batch, n_layer, n_head] of the run's weights at its last checkpoint up to
+    step `until` (None: its first), the same batches for each. options: those of `examine`."""
+    steps = [step for step, _ in run.checkpoints()]
+    step = max((s for s in steps if until is not None and s <= until), default=min(steps))
+    found = {}
+    for n in bits:
+        attention = with_bits(run.config.attention, n)
+        rows = list(examine(run, step, ["delta_answer"], attention=attention, **options))
+        rms = np.array([row["delta_error_rms"] for row in rows])
+        means = (np.array([row[f"delta_{part}_mean"] for row in rows]) for part in PARTS)
+        found[n] = Parts(*(mean / rms for mean in means))
+    return found
+
+
+def slopes(found: Mapping[int, Parts]) -> np.ndarray:
+    """log2 of the answer's share per bit, a line through all bits, per head [n_layer, n_head]."""
+    bits = np.array(list(found))
+    shares = np.stack([np.log2(np.abs(parts.answer.mean(0))) for parts in found.values()])
+    line = np.polyfit(bits, shares.reshape(len(bits), -1), 1)[0]
+    return line.reshape(shares.shape[1:])
+
+
+@styled
+def bits_figure(found: Mapping[int, Parts]) -> Figure:
+    """Answer and rest against the fraction bits, per head, with two standard errors of batches."""
+    figure, axes = subplots(1, 2, height=2.9)
+    bits = np.array(list(found))
+    for axis, name, title in zip(axes, ("answer", "clean"), ("dO's answer", "with a clean dO")):
+        draws = 100 * np.stack([getattr(parts, name) for parts in found.values()])
+        means, errors = draws.mean(1), 2 * draws.std(1, ddof=1) / draws.shape[1] ** 0.5
+        for number, place in enumerate(np.ndindex(means.shape[1:])):
+            look = {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number % 6]}
+            bars = dict(yerr=errors[:, *place], capsize=2, label="L{} H{}".format(*place))
+            axis.errorbar(bits, means[:, *place], **bars, **look)
+        axis.set(xlabel="fraction bits", title=title, xticks=bits)
+        if name == "answer":
+            line = means[0].max() * 2.0 ** (bits[0] - bits)
+            axis.plot(bits, line, color=INK, alpha=0.25, linewidth=4, label="half with every bit")
+            axis.set(yscale="log", ylabel="% of the rms of e")
+    axes[1].axhline(0, color=INK, linewidth=0.8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    return figure
+
+
+def bits_words(found: Mapping[int, Parts]) -> str:
+    """How the answer's share goes with the bits, and what was foretold."""
+    line = over_runs(slopes(found).ravel().tolist())
+    up = sum(int((parts.answer.mean(0) > 0).sum()) for parts in found.values())
+    total = sum(parts.answer[0].size for parts in found.values())
+    return (
+        f"The answer's share of the rms goes by {line.mean:+.2f} ± {half_width(line):.2f} log2 "
+        f"per fraction bit, mean over heads (to first order: -1); it is positive in {up} of "
+        f"{total} heads and numbers of bits."
+    )
+
+
+# -- words ----------------------------------------------------------------------------------------
 
 
 def answer_words(rows: Sequence[Mapping]) -> str:

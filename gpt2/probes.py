@@ -15,7 +15,7 @@ in a probe is recorded under "probe_errors" and never reaches the run. No probe 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,7 +139,7 @@ class Probes:
         names, errors = self._names(ctx.step), {}
         if "update" in names or "update_error" in names:
             _guarded("update", lambda: _remember(ctx, "update_error" in names), errors)
-        row = self._run(ctx, [n for n in names if REGISTRY[n].phase == "before"], errors)
+        row = run_probes(ctx, [n for n in names if REGISTRY[n].phase == "before"], errors)
         for capture in self.captures:
             _guarded("capture", lambda c=capture: c.before_update(ctx, row), errors)
         return row | ({"probe_errors": errors} if errors else {})
@@ -148,7 +148,7 @@ class Probes:
         """Measurements of the update itself; then forgets what was kept for them."""
         errors: dict[str, str] = {}
         names = [n for n in self._names(ctx.step) if REGISTRY[n].phase == "after"]
-        row = self._run(ctx, names, errors)
+        row = run_probes(ctx, names, errors)
         for capture in self.captures:
             _guarded("capture", lambda c=capture: c.after_update(ctx), errors)
         ctx.scratch.clear()
@@ -161,12 +161,13 @@ class Probes:
             _guarded("capture", lambda c=capture: c.on_end(ctx, status, step), errors)
         return {"probe_errors": errors} if errors else {}
 
-    @staticmethod
-    def _run(ctx: ProbeContext, names: list[str], errors: dict[str, str]) -> dict:
-        row: dict = {}
-        for name in dict.fromkeys(names):
-            row |= _guarded(name, lambda n=name: REGISTRY[n].function(ctx), errors) or {}
-        return row
+
+def run_probes(ctx: ProbeContext, names: Sequence[str], errors: dict[str, str]) -> dict:
+    """Metrics of the named probes; what one of them raises goes into `errors` by its name."""
+    row: dict = {}
+    for name in dict.fromkeys(names):
+        row |= _guarded(name, lambda n=name: REGISTRY[n].function(ctx), errors) or {}
+    return row
 
 
 def _remember(ctx: ProbeContext, changes: bool) -> None:

@@ -288,6 +288,22 @@ def test_a_live_run_takes_each_step_as_a_draw():
     assert "does not keep" in answer.live_table(Run, None).data
 
 
+def test_a_square_of_the_error_halves_in_its_rms_with_every_bit():
+    scatter = np.random.default_rng(0).normal(0, 1e-3, (12, 2, 2))
+    heads = np.array([[0.1, 0.2], [0.05, 0.4]])
+    found = {
+        bits: answer.Parts(scatter, scatter, heads * 2.0 ** (2 - bits) * (1 + scatter))
+        for bits in (2, 4, 7)
+    }
+    assert answer.slopes(found) == pytest.approx(np.full((2, 2), -1), abs=1e-3)
+    words = answer.bits_words(found)
+    assert "-1.00 ± 0.00 log2 per fraction bit" in words and "in 12 of 12 heads" in words
+    left, right = answer.bits_figure(found).axes
+    assert left.get_yscale() == "log" and len(right.containers) == 4
+    assert answer.with_bits("paper", 5) == "paper,matched_bits=5"
+    assert answer.with_bits("paper,output_bits=4", 5) == "paper,output_bits=5"
+
+
 def test_forks_name_the_head_of_the_largest_answer_and_when_it_outgrows_the_rest():
     onset = {"layer": 0, "head": 1, "step": 350}
     kept = {"heads": head_curves(answered_metrics(0.01), ANSWER)}
