@@ -21,7 +21,6 @@ from gpt2.runs import Run
 
 from .captions import DASHES, INK, PALETTE, styled, subplots
 from .drift import quiet_until
-from .evidence import Archive
 from .experiments import ANSWER
 from .isolation_figures import by_arm, head_values
 from .records import head_curves
@@ -66,26 +65,21 @@ def parts(row: Mapping) -> Parts:
     return Parts(*(np.nanmean(values, axis=0) for values in by_step(row)))
 
 
+def heads_above(found: Sequence[Parts]) -> str:
+    """'19 of 20': heads of these runs in which the answer is positive."""
+    signs = np.concatenate([parts.answer.ravel() > 0 for parts in found])
+    return f"{int(signs.sum())} of {signs.size}"
+
+
 def answer_table(rows: Sequence[Mapping]) -> Markdown:
-    """Per arm and head over all runs: the mean of e in its rms and its two parts."""
+    """Per arm, means over heads with their interval over runs: e in its rms, and its two parts."""
     lines = []
     for mine in by_arm([row for row in rows if keeps_answer(row)]).values():
         found = [parts(row) for row in mine]
-        for place in np.ndindex(found[0].error.shape):
-            means = [over_runs([float(getattr(f, p)[place]) for f in found]) for p in PARTS]
-            told = [f"{m.mean:+.2%} ± {half_width(m):.2%}" for m in means]
-            up = sum(f.answer[place] > 0 for f in found)
-            name = "layer {}, head {}".format(*place)
-            lines.append([mine[0]["label"], name, *told, f"{up} of {len(found)} runs"])
-    header = [
-        "run",
-        "head",
-        "mean of e in its rms",
-        "with a clean dO",
-        "dO's answer",
-        "positive in",
-    ]
-    return markdown_table(header, lines)
+        means = [over_runs([float(getattr(f, part).mean()) for f in found]) for part in PARTS]
+        told = [f"{m.mean:+.2%} ± {half_width(m):.2%}" for m in means]
+        lines.append([mine[0]["label"], *told, f"{heads_above(found)} heads"])
+    return markdown_table(["run", *HEADER[1:], "answer positive in"], lines)
 
 
 def live_table(run: Run, until: int | None) -> Markdown:
@@ -189,12 +183,6 @@ def answer_words(rows: Sequence[Mapping]) -> str:
     )
 
 
-def summary(kept: Archive) -> str:
-    """`answer_words` of every arm of an archive, as a list."""
-    arms = by_arm([row for row in kept.rows if keeps_answer(row)])
-    return "\n".join(f"- {mine[0]['label']}: {answer_words(mine)}." for mine in arms.values())
-
-
 def verdict_words(rows: Sequence[Mapping]) -> str:
     """How the arms of `unbiased` ended, beside what was foretold of each."""
     arms = by_arm(rows)
@@ -235,7 +223,7 @@ def places_table(rows: Sequence[Mapping]) -> Markdown:
             [
                 row["label"],
                 *(f"{getattr(found, part).mean():+.3%}" for part in PARTS),
-                f"{int((found.answer > 0).sum())} of {found.answer.size}",
+                heads_above([found]),
                 f"L{place[0]} H{place[1]}: {top:+.2%}",
                 f"{steps:,.0f}",
                 first_head(row),

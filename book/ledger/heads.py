@@ -11,7 +11,7 @@ import numpy as np
 
 from gpt2.outcomes import KINDS
 
-from ..answer import PARTS, Parts, by_step, keeps_answer, parts
+from ..answer import PARTS, Parts, by_step, heads_above, keeps_answer, parts
 from ..drift import drift
 from ..isolation_figures import head_values
 from ..records import FAILED
@@ -174,9 +174,8 @@ def answers(
     off = not rest.low <= 0 <= rest.high
     verdict = NOT_SUPPORTED if not answer.low > 0 else PARTLY if off else SUPPORTED
     told = [f"{x.value:+.2%} of the rms ({x.low:+.2%} to {x.high:+.2%})" for x in (answer, rest)]
-    effect = f"answer {told[0]}, the rest {told[1]}; the answer positive in "
-    effect += f"{sum(int((f.answer > 0).sum()) for f in found)} of "
-    effect += f"{sum(f.answer.size for f in found)} heads of {len(found)} run"
+    effect = f"answer {told[0]}, the rest {told[1]}; the answer positive in {heads_above(found)} "
+    effect += f"heads of {len(found)} run"
     return standing(verdict, effect + "s" * (len(found) > 1), len(found), **more)
 
 
