@@ -16,7 +16,7 @@ from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 
 from .captions import Captioned
 from .record_figures import captioned_panels
-from .records import FAILED
+from .records import FAILED, ties_judged
 from .signs import curve
 from .tables import arm_table, markdown_table, number, step_text
 
@@ -209,7 +209,7 @@ def attribution_words(rows: Sequence[Mapping]) -> list[str]:
 
 def _could_fail(row: Mapping) -> bool:
     """Whether the rule of an onset could be met, or a run failed all the same."""
-    return row["kind"] in (*FAILED, "onset") or row["outcome"].get("ties_judged", True)
+    return row["kind"] in (*FAILED, "onset") or ties_judged(row)
 
 
 def _who_failed(rows: Sequence[Mapping]) -> str:

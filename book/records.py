@@ -64,6 +64,11 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str]
     }
 
 
+def ties_judged(row: Mapping) -> bool:
+    """Whether the rule of an onset could be met by ties; of older records, which do not say, yes."""
+    return (row.get("outcome") or {}).get("ties_judged", True)
+
+
 def failed_step(row: Mapping) -> int | None:
     """The step at which the run of a record diverged or became nonfinite; None for neither."""
     return row["diverged_step"] or row["nonfinite_step"]

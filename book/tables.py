@@ -16,7 +16,7 @@ from gpt2.outcomes import VERDICT_RUNS
 from kernels.forensics import SignedMean, signed_mean
 from kernels.numerics import Numerics, parse_numerics
 
-from .records import FAILED, failed_step, failed_steps
+from .records import FAILED, failed_step, failed_steps, ties_judged
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
@@ -56,7 +56,7 @@ def step_text(row: Mapping) -> str:
     if row["kind"] == "onset":
         return f"onset at {row['onset_step']:,}, no divergence to {row['steps']:,}"
     told = f"{row['kind']} to {row['steps']:,}"
-    return told if row["outcome"].get("ties_judged", True) else f"{told}, ties not judged"
+    return told if ties_judged(row) else f"{told}, ties not judged"
 
 
 def outcome_table(rows: Sequence[Mapping]) -> Markdown:
