@@ -65,7 +65,7 @@ def record(run: Run, arm: Arm, seed: int, outcome: Outcome, heads: Sequence[str]
 
 
 def ties_judged(row: Mapping) -> bool:
-    """Whether the rule of an onset could be met by ties; of older records, which do not say, yes."""
+    """Whether ties could meet the rule of an onset; older records, which do not say, count."""
     return (row.get("outcome") or {}).get("ties_judged", True)
 
 
