@@ -95,9 +95,7 @@ def live_table(run: Run, until: int | None) -> Markdown:
         means = [over_runs([float(x[place]) for x in share]) for share in shares]
         told = [f"{m.mean:+.2%} ± {half_width(m):.2%}" for m in means]
         lines.append(["layer {}, head {}".format(*place), *told])
-    return markdown_table(
-        ["head", "mean of e in its rms", "with a clean dO", "dO's answer"], lines
-    )
+    return markdown_table(HEADER, lines)
 
 
 # -- against the bits -----------------------------------------------------------------------------
@@ -173,7 +171,7 @@ def bits_words(found: Mapping[int, Parts]) -> str:
 
 
 def answer_words(rows: Sequence[Mapping]) -> str:
-    """'of 20 heads the answer is positive in 20, ...': what the table says in one line."""
+    """'the mean of e is +0.86% of its rms over 20 heads of 5 runs; ...': the table in one line."""
     found = [parts(row) for row in rows if keeps_answer(row)]
     error, clean, answer = (np.stack([getattr(f, p) for f in found]) for p in PARTS)
     return (
@@ -198,7 +196,10 @@ def verdict_words(rows: Sequence[Mapping]) -> str:
         agreed = (2 * count > len(mine)) == fails
         clear = count in (0, len(mine))
         said = "as foretold" if agreed and clear else "mostly so" if agreed else "not as foretold"
-        told.append(f"{mine[0]['label']}: {counted(mine)}, {said} ({standing(len(mine))}).")
+        label = mine[0]["label"]
+        told.append(
+            f"{label[0].upper()}{label[1:]}: {counted(mine)}, {said} ({standing(len(mine))})."
+        )
     return "\n".join(f"- {line}" for line in told)
 
 

@@ -386,10 +386,11 @@ ANSWER = ("delta_error_mean", "delta_error_rms", "delta_clean_mean", "delta_answ
 def unbiased(preset: str = "cpu") -> Experiment:
     """Roundings of O that have no bias, read by delta or not, and how dO answers each of them.
 
-    Declared before any ran: if a bias of the rounding is what it takes, none of the stochastic
-    arms fails. If it takes the mean that comes of dO answering the very rounding that delta reads
-    (`gpt2.gradient_probes.delta_answer`), the arm fails whose delta reads the O that the forward
-    pass went on with, and those whose delta reads another draw, as wide, do not.
+    Declared before these ran (that stochastic rounding fails was known, of few runs): if a bias of
+    the rounding is what it takes, none of the stochastic arms fails. If it takes the mean that
+    comes of dO answering the very rounding that delta reads (`delta_answer` in
+    `gpt2.gradient_probes`), the arm fails whose delta reads the O that the forward pass went on
+    with, and those whose delta reads another draw, as wide, do not.
     The cpu regime from the start; a recipe as forks of its failing run.
     """
     how = regime(preset)

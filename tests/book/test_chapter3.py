@@ -271,9 +271,9 @@ def test_what_was_foretold_of_roundings_without_a_bias_is_held_against_the_outco
     rows = outcomes(low=5, redrawn=0, stochastic=4, stochastic_redrawn=3)
     told = answer.verdict_words(rows)
     assert "Failing run: 5 of 5 failed (verdict)." in told
-    assert "redrawn: 0 of 5 failed, as foretold (verdict)" in told
-    assert "stochastic: 4 of 5 failed, mostly so (verdict)" in told
-    assert "stochastic_redrawn: 3 of 5 failed, not as foretold" in told
+    assert "Redrawn: 0 of 5 failed, as foretold (verdict)" in told
+    assert "Stochastic: 4 of 5 failed, mostly so (verdict)" in told
+    assert "Stochastic_redrawn: 3 of 5 failed, not as foretold" in told
     assert "decide nothing" in answer.verdict_words(outcomes(low=0, redrawn=0))
 
 
