@@ -383,7 +383,7 @@ PATHS = replace(
 ANSWER = ("delta_error_mean", "delta_error_rms", "delta_clean_mean", "delta_answer_mean")
 
 
-def unbiased(preset: str = "cpu") -> Experiment:
+def unbiased(preset: str = "cpu", low: str | None = None, name: str = "unbiased") -> Experiment:
     """Roundings of O that have no bias, read by delta or not, and how dO answers each of them.
 
     Declared before these ran (that stochastic rounding fails was known, of few runs): if a bias of
@@ -391,9 +391,11 @@ def unbiased(preset: str = "cpu") -> Experiment:
     comes of dO answering the very rounding that delta reads (`delta_answer` in
     `gpt2.gradient_probes`), the arm fails whose delta reads the O that the forward pass went on
     with, and those whose delta reads another draw, as wide, do not.
-    The cpu regime from the start; a recipe as forks of its failing run.
+    The cpu regime from the start; a recipe as forks of its failing run. low: other numerics that
+    fail in this regime, with a name for the experiment.
     """
     how = regime(preset)
+    how = replace(how, low=low or how.low)
     forked = preset != "cpu"
     asked = (("probes", (f"delta_answer@{100 if forked else 50}",)),)
     drawn = f"{parse_numerics(how.low).output}:stochastic"
@@ -412,7 +414,7 @@ def unbiased(preset: str = "cpu") -> Experiment:
         arms = (replace(arms[0], name="low", label="low precision"), *arms[1:])
     parent = Arm("low", how.low, "low precision", changes=how.forkable, group="failing run")
     return Experiment(
-        name="unbiased" if preset == "cpu" else f"unbiased-{preset}",
+        name=name if preset == "cpu" else f"{name}-{preset}",
         question="Does a rounding without a bias help, and which error of delta does harm then?",
         chapter=3,
         preset=how.preset,
@@ -590,6 +592,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         errors(forked=True),
         PATHS,
         unbiased(),
+        unbiased(low=LOW_OUTPUT, name="unbiased-output"),
         LOW_RANK,
         *SFA_SETTINGS,
         SFA_SWEEP,
