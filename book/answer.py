@@ -223,7 +223,7 @@ def places_table(rows: Sequence[Mapping]) -> Markdown:
         lines.append(
             [
                 row["label"],
-                *(f"{getattr(found, part).mean():+.3%}" for part in PARTS),
+                *(f"{getattr(found, part).mean():+.3%}" for part in PARTS[1:]),
                 heads_above([found]),
                 f"L{place[0]} H{place[1]}: {top:+.2%}",
                 f"{steps:,.0f}",
@@ -232,7 +232,7 @@ def places_table(rows: Sequence[Mapping]) -> Markdown:
         )
     if not lines:
         return Markdown("*No run on a GPU keeps the two parts of e.*")
-    header = ["run", *HEADER[1:], "positive in", "largest in", "outgrows the rest in steps"]
+    header = ["run", *HEADER[2:], "positive in", "largest in", "outgrows the rest in steps"]
     return markdown_table([*header, "onset in"], lines)
 
 
