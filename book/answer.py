@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from IPython.display import Markdown
 from matplotlib.figure import Figure
 
+from gpt2.data import load_corpus
 from gpt2.examine import examine
 from gpt2.runs import Run
 
+from . import DATA
 from .captions import DASHES, INK, PALETTE, styled, subplots
 from .drift import quiet_until
 from .experiments import ANSWER
 from .isolation_figures import by_arm, head_values
 from .records import head_curves
 from .regimes import regime
-from .tables import half_width, markdown_table, over_runs
+from .tables import half_width, head_name, markdown_table, over_runs
 from .verdicts import counted, failures, standing
 
 PARTS = ("error", "clean", "answer")
@@ -52,10 +55,13 @@ def keeps_answer(row: Mapping) -> bool:
     return all(heads.get(name, {}).get("step") for name in ANSWER)
 
 
-def by_step(row: Mapping) -> Parts:
-    """The three numbers [n, n_layer, n_head] at each kept step up to the first sign of trouble."""
+def by_step(row: Mapping, until: int | None = None) -> Parts:
+    """The three numbers [n, n_layer, n_head] at each kept step up to `until`, at least at one.
+
+    until: None for the run's first sign of trouble.
+    """
     steps, rms = head_values(row, "delta_error_rms")
-    quiet = max(1, int((steps <= quiet_until(row)).sum()))
+    quiet = max(1, int((steps <= (quiet_until(row) if until is None else until)).sum()))
     with np.errstate(invalid="ignore", divide="ignore"):
         return Parts(*((head_values(row, f"delta_{p}_mean")[1] / rms)[:quiet] for p in PARTS))
 
@@ -87,14 +93,13 @@ def live_table(run: Run, until: int | None) -> Markdown:
     row = {"heads": head_curves(run.metrics(), ANSWER)}
     if not keeps_answer(row):
         return Markdown("*This run does not keep the two parts of e.*")
-    steps, rms = head_values(row, "delta_error_rms")
-    quiet = steps <= (steps[-1] if until is None else until)
-    shares = [(head_values(row, f"delta_{part}_mean")[1] / rms)[quiet] for part in PARTS]
+    steps, _ = head_values(row, "delta_error_rms")
+    shares = by_step(row, int(steps[-1]) if until is None else until)
     lines = []
-    for place in np.ndindex(rms.shape[1:]):
+    for place in np.ndindex(shares.error.shape[1:]):
         means = [over_runs([float(x[place]) for x in share]) for share in shares]
         told = [f"{m.mean:+.2%} ± {half_width(m):.2%}" for m in means]
-        lines.append(["layer {}, head {}".format(*place), *told])
+        lines.append([head_name(place), *told])
     return markdown_table(HEADER, lines)
 
 
@@ -109,12 +114,19 @@ def with_bits(attention: str, bits: int) -> str:
 
 
 def by_bits(
-    run: Run, until: int | None, bits: Sequence[int] = (2, 3, 4, 5, 6, 7), **options
+    run: Run,
+    until: int | None,
+    bits: Sequence[int] = (2, 3, 4, 5, 6, 7),
+    *,
+    cache_dir: str | Path = DATA,
+    **options,
 ) -> dict[int, Parts]:
     """bits -> `Parts` [batch, n_layer, n_head] of the run's weights at its last checkpoint up to
     step `until` (None: its first), the same batches for each. options: those of `examine`."""
     steps = [step for step, _ in run.checkpoints()]
     step = max((s for s in steps if until is not None and s <= until), default=min(steps))
+    options |= dict(cache_dir=cache_dir)
+    options |= dict(corpus=load_corpus(run.config, cache_dir, progress=False))
     found = {}
     for n in bits:
         attention = with_bits(run.config.attention, n)
@@ -227,7 +239,7 @@ def places_table(rows: Sequence[Mapping]) -> Markdown:
                 heads_above([found]),
                 f"L{place[0]} H{place[1]}: {top:+.2%}",
                 f"{steps:,.0f}",
-                first_head(row),
+                onset_head(row),
             ]
         )
     if not lines:
@@ -236,7 +248,7 @@ def places_table(rows: Sequence[Mapping]) -> Markdown:
     return markdown_table([*header, "onset in"], lines)
 
 
-def first_head(row: Mapping) -> str:
+def onset_head(row: Mapping) -> str:
     """'L2 H0': the head whose ties, or whose norm, were the onset; 'none' without one."""
     onset = row["onset"]
     return "none" if onset is None else f"L{onset['layer']} H{onset['head']}"

@@ -21,15 +21,11 @@ from .experiment_runs import run_experiment
 from .experiments import INJECTED, Experiment
 from .forks import plan_fork
 from .isolation_figures import by_arm, head_values
-from .tables import markdown_table, number, step_text
+from .tables import head_name, markdown_table, number, step_text
 from .verdicts import counted, tested, untested_words
 
 _MIDDLE = torch.tensor([0.025, 0.975], dtype=torch.float64)
 Moments = Mapping[tuple[int, int], Sequence[Moment]]
-
-
-def head_name(place: tuple[int, int]) -> str:
-    return f"layer {place[0]}, head {place[1]}"
 
 
 # -- what is run ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from .direction import (
 )
 from .drift import drift
 from .isolation_figures import by_arm, head_values
+from .tables import head_name
 
 SIMILAR = 0.9  # cosine from which Fig. 4 marks a column as similar
 
@@ -125,7 +126,7 @@ def cosine_bands(moments: Mapping[tuple[int, int], Sequence[Moment]]) -> Figure:
         axis.plot(steps, middle, **_style(1))
         axis.plot(steps, [m.coherence.mean_cosine for m in series], **_style(0))
         axis.axhline(0, color=INK, linewidth=0.8)
-        axis.set_title(f"layer {place[0]}, head {place[1]}", fontsize=9)
+        axis.set_title(head_name(place), fontsize=9)
     figure.supxlabel("step", fontsize=9.5)
     figure.supylabel("cosine between terms", fontsize=9.5)
     return figure
@@ -211,7 +212,7 @@ def error_sizes(moments: Mapping[tuple[int, int], Sequence[Moment]]) -> Figure:
     figure, axes = subplots(2, 1, height=1.7, sharex=True)
     for number, (place, series) in enumerate(moments.items()):
         steps = [m.step for m in series]
-        label = f"layer {place[0]}, head {place[1]}"
+        label = head_name(place)
         axes[0].plot(steps, [m.weight.ratio for m in series], label=label, **_style(number))
         axes[1].plot(steps, [m.delta.rms for m in series], **_style(number))
     axes[0].axhline(1, color=INK, linewidth=0.8)
@@ -253,7 +254,7 @@ def growth(moments: Mapping[tuple[int, int], Sequence[Moment]]) -> Figure:
         steps = [m.step for m in series]
         axis.plot(steps, [m.spectral_norm for m in series], label="|W_Q|", **_style(0))
         axis.plot(steps, [m.projection for m in series], label="along R", **_style(1))
-        axis.set_title(f"layer {place[0]}, head {place[1]}", fontsize=9)
+        axis.set_title(head_name(place), fontsize=9)
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
         axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())

@@ -17,7 +17,7 @@ from gpt2.probes import parse_spec
 
 from .experiments import LOW_RANK
 from .isolation_figures import by_arm, head_values
-from .tables import half_width, markdown_table, over_runs
+from .tables import half_width, head_name, markdown_table, over_runs
 from .verdicts import first_sign
 
 _PROBES = map(parse_spec, dict(LOW_RANK.base)["probes"])
@@ -60,7 +60,7 @@ def drift_table(rows: Sequence[Mapping]) -> Markdown:
             lines.append(
                 [
                     mine[0]["label"],
-                    f"layer {place[0]}, head {place[1]}",
+                    head_name(place),
                     f"{relative.mean:+.2%} ± {half_width(relative):.2%}",
                     f"{sum(d.relative[place] > 0 for d in found)} of {len(found)} runs",
                     f"{min(sigmas):+.1f} to {max(sigmas):+.1f}",

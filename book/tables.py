@@ -48,6 +48,11 @@ def _told(value) -> str:
     return str(value)
 
 
+def head_name(place: Sequence[int]) -> str:
+    """'layer 1, head 0', both counted from 0."""
+    return "layer {}, head {}".format(*place)
+
+
 def step_text(row: Mapping) -> str:
     """'diverged at 2,038' or 'healthy to 3,500', from a record of book.evidence."""
     step = failed_step(row)

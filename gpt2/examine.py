@@ -11,7 +11,6 @@ batches are those that the run was trained on next. Nothing of the run is change
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,12 +19,12 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_weights, read_weights
-from .data import load_corpus
+from .data import Corpus, load_corpus
 from .model import GPT
 from .probe_registry import ProbeContext
 from .probes import REGISTRY, parse_spec, run_probes
 from .runs import Run, row_text
-from .step import DTYPES
+from .step import autocast
 
 
 def checkpoint_at(run: Run, step: int) -> Path:
@@ -45,19 +44,21 @@ def examine(
     attention: str | None = None,
     batches: int = 20,
     cache_dir: str | Path = "data",
+    corpus: Corpus | None = None,
 ) -> Iterator[dict]:
     """{"step": of the batch, metric: float or [layer][head]} for each of `batches` batches.
 
     probes: names of `gpt2.probes` that look at a model before its update. attention: as in
-    `RunConfig.attention`; None for the run's own. Raises ValueError for a step without a
-    checkpoint, for a probe that does not exist or needs an update, and for numerics that cannot
-    be read; what a probe raises otherwise stands under "probe_errors".
+    `RunConfig.attention`; None for the run's own. corpus: the run's, where it is loaded already.
+    Raises ValueError for a step without a checkpoint, for a probe that does not exist or needs an
+    update, and for numerics that cannot be read; what a probe raises otherwise stands under
+    "probe_errors".
     """
     where, names = checkpoint_at(run, step), [_before_update(text) for text in probes]
     if batches < 1:
         raise ValueError(f"{batches} batches are too few; give 1 or more")
     config = run.config
-    corpus = load_corpus(config, cache_dir, progress=False)
+    corpus = corpus or load_corpus(config, cache_dir, progress=False)
     model = GPT(config, config.vocab_size or corpus.vocab_size).to(config.device_type())
     load_weights(model, read_weights(where))
     model.set_attention(attention or config.attention)
@@ -71,16 +72,11 @@ def _measured(model, config, corpus, step, names, batches) -> Iterator[dict]:
         x, y = (torch.as_tensor(part).to(model.device) for part in (x, y))
         context = ProbeContext(
             model=model, config=config, step=number, x=x, y=y, corpus=corpus,
-            autocast=partial(_autocast, config, model.device),
+            autocast=partial(autocast, config, model.device),
         )  # fmt: skip
         errors: dict[str, str] = {}
         row = {"step": number} | run_probes(context, names, errors)
         yield row | ({"probe_errors": errors} if errors else {})
-
-
-def _autocast(config, device):
-    dtype = DTYPES.get(config.dtype)
-    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
 def _before_update(text: str) -> str:

@@ -25,6 +25,14 @@ MUST_COMPILE = ("on", "blocks")  # values of `compile` that are honoured or refu
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def autocast(config: RunConfig, device: torch.device):
+    """The context in which a run computes; of fp32, none."""
+    dtype = DTYPES.get(config.dtype)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
 class Stepper:
     """Model, optimisers and batches of a run. Losses and norms of steps wait in `_pending`.
 
@@ -71,10 +79,7 @@ class Stepper:
         self._warm = False
 
     def autocast(self):
-        dtype = DTYPES.get(self.config.dtype)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)
+        return autocast(self.config, self.device)
 
     def _seed(self, step: int, sequence: int) -> int:
         """Seeds dropout for one micro-batch; returns the seed of stochastic attention."""
