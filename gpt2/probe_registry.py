@@ -85,7 +85,8 @@ def measuring(ctx: ProbeContext):
         ctx.model.train(was_training)
 
 
-def _new_taps(ctx: ProbeContext) -> list:
+def _new_taps(ctx: ProbeContext, rows_only: bool = False) -> list:
+    """Taps of all layers. rows_only: without the O in fp32 that the error of delta needs."""
     from kernels.attention import Probe
 
     from .model import Tap
@@ -93,11 +94,13 @@ def _new_taps(ctx: ProbeContext) -> list:
     def reports(layer) -> bool:  # PyTorch's own attention fills no probe
         return layer.numerics is not None and layer.backend != "sdpa"
 
-    return [Tap(probe=Probe() if reports(a) else None) for a in ctx.model.attention_layers]
+    return [
+        Tap(probe=Probe(rows_only) if reports(a) else None) for a in ctx.model.attention_layers
+    ]
 
 
 def held_out_taps(ctx: ProbeContext) -> list:
-    taps = _new_taps(ctx)
+    taps = _new_taps(ctx, rows_only=True)
     with torch.no_grad(), measuring(ctx):
         ctx.model(held_out_batch(ctx), seed=ctx.step, taps=taps)
     return taps

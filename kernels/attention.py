@@ -23,7 +23,7 @@ from .backends import backend_module, resolve_backend, sdpa
 from .formats import FP64
 from .layout import empty_rows, in_order_of
 from .numerics import Numerics, flash, parse_numerics
-from .result import ForwardResult
+from .result import ForwardResult, wants_output
 from .sites import repeat_heads
 
 __all__ = ["Probe", "attention", "resolve_backend"]
@@ -37,8 +37,11 @@ class Probe:
 
     After the call: ties, ones (int32), m, l, lse [B, H, Tq] and out_fp32 [B, H, Tq, Dv] as in
     `kernels.result.ForwardResult`, without gradients.
+    rows_only: leave out_fp32 None. It takes twice the memory of a bf16 O, and most of the time of
+    a probed call on short sequences goes into writing it.
     """
 
+    rows_only: bool = False
     ties: Tensor | None = None
     ones: Tensor | None = None
     m: Tensor | None = None
@@ -86,7 +89,7 @@ def attention(
     if not isinstance(seed, Tensor):
         seed = torch.tensor(seed, dtype=torch.int64)
     results = torch.ops.bit_by_bit.attention_forward(
-        q, k, v, mask, seed, text, causal, scale, backend, probe is not None
+        q, k, v, mask, seed, text, causal, scale, backend, _wanted(probe)
     )
     if probe is not None:
         _fill(probe, results)
@@ -149,10 +152,18 @@ def as_text(numerics, heads: int) -> str:
     return "\n".join(texts)
 
 
+def _wanted(probe: Probe | None) -> str:
+    """What an operator is told of a probe: "", "rows" or "all", as `kernels.result` says."""
+    if probe is None:
+        return ""
+    return "rows" if probe.rows_only else "all"
+
+
 def _fill(probe: Probe, results) -> None:
     probe.lse = results[1].detach()
     probe.ties, probe.ones = results[3], results[4]
-    probe.m, probe.l, probe.out_fp32 = (x.detach() for x in results[5:])
+    probe.m, probe.l, wide = (x.detach() for x in results[5:])
+    probe.out_fp32 = None if probe.rows_only else wide
 
 
 # -- the operators --------------------------------------------------------------------------------
@@ -224,7 +235,7 @@ def _group_seed(numerics: Numerics, seed: Tensor, heads: tuple[int, ...], module
 
 _FORWARD = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor seed, str numerics, bool causal, "
-    "float scale, str backend, bool probe) -> "
+    "float scale, str backend, str probe) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _BACKWARD = (
@@ -234,7 +245,7 @@ _BACKWARD = (
 )
 
 
-def _layout(q: Tensor, v: Tensor, groups, probe: bool) -> list[tuple]:
+def _layout(q: Tensor, v: Tensor, groups, probe: bool | str) -> list[tuple]:
     """(shape, dtype) of out, lse, delta_output, ties, ones, m, l, out_fp32; [0] if not wanted."""
     rows, carrier = tuple(q.shape[:3]), _carrier(groups)
     full, none = (*rows, v.shape[3]), (0,)
@@ -247,7 +258,7 @@ def _layout(q: Tensor, v: Tensor, groups, probe: bool) -> list[tuple]:
         (per_row, torch.int32),
         (per_row, carrier),
         (per_row, carrier),
-        (full if probe else none, carrier),
+        (full if wants_output(probe) else none, carrier),
     ]
 
 

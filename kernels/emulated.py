@@ -34,7 +34,7 @@ from .interventions import (
     stray_gradient,
 )
 from .numerics import Numerics, Softmax
-from .result import ForwardResult
+from .result import ForwardResult, wants_output
 from .sites import (
     Rounder,
     exp_in_place,
@@ -170,7 +170,7 @@ def forward(
     scale: float,
     mask: Tensor | None = None,
     seed: int | Tensor = 0,
-    probe: bool = False,
+    probe: bool | str = False,
 ) -> ForwardResult:
     """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], all lengths at least 1.
 
@@ -259,7 +259,7 @@ def _finish(r: Rounder, rows, m, l, O_bar, O_hp, unseen, probe) -> ForwardResult
     lse = r(m + l.log(), "lse")
     hp = delta_output = None
     wanted = n.delta_error is not None or n.delta_output is not None
-    if probe or (n.delta == "dO_O" and wanted):
+    if wants_output(probe) or (n.delta == "dO_O" and wanted):
         hp = (O_hp / divisor).view(*rows, O_bar.shape[-1])
     if n.delta == "dO_O" and n.delta_error is not None:
         delta_output = hp
@@ -272,6 +272,7 @@ def _finish(r: Rounder, rows, m, l, O_bar, O_hp, unseen, probe) -> ForwardResult
     )
     if probe:
         result.m, result.l = m.view(rows), l.view(rows)
+    if wants_output(probe):
         result.out_fp32 = hp.clone() if delta_output is hp else hp
     return result
 

@@ -7,12 +7,12 @@ by `kernels.triton_forward`: both give the same bits. `triton_attention.forward`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from .hopper_plans import LEAST_KEYS, Plan, plan_of
 from .numerics import Numerics
 from .result import ForwardResult
 
@@ -32,32 +32,8 @@ SITES = {
 MOVING = ("stabilized", "guarded")
 BOTH = dict(probabilities=7, output=7)
 
-
-# Keys that a query sees, on average, from which on the kernel is the faster of the two, by head
-# dimension and reference. Measured on an H200 at T = 1,024 and 4,096, causal (512 and 2,048 keys);
-# between them, and below for (128, "running"), by a line: time grows linearly with the tiles of a
-# block, and under the row reference a block costs more here before its first tile. Measured for
-# the policy safe without probes; the same is taken for all.
-LEAST_KEYS = {
-    (64, "running"): 512,
-    (64, "row"): 1280,
-    (128, "running"): 0,
-    (128, "row"): 512,
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """stages: buffers of each ring.
-
-    registers: per thread of a consumer; the producers' four warps take 24, and `launch_registers`
-    is the mean of the three groups.
-    """
-
-    stages: int = 2
-    registers: int = 240
-    launch_registers: int = 168
-
+# A thread's counts for probes have 16 bits, and 16 scores of each tile go to one of them.
+COUNTED_KEYS = (2**16 - 1) // 16 * TILE
 
 BACKWARD_PLAN = Plan(stages=4)
 
@@ -81,7 +57,7 @@ def refusal(
     """
     if why := _refused_gpu(capability) or _refused_numerics(numerics) or _refused_gluon():
         return why
-    if probe and shapes[1][2] >= 2**19:
+    if probe and shapes[1][2] > COUNTED_KEYS:
         return f"{shapes[1][2]} keys: a thread's counts for probes have 16 bits"
     if not scale > 0:
         return f"scale={scale} is not positive"
@@ -89,7 +65,7 @@ def refusal(
         return f"inputs are {dtype}, not torch.bfloat16"
     if why := _refused_widths(shapes):
         return why
-    least = LEAST_KEYS[shapes[0][3], numerics.reference]
+    least = LEAST_KEYS[kind_of(numerics, probe), shapes[0][3]]
     return _refused_few(shapes, causal, least) or _refused_places(shapes, strides, addresses)
 
 
@@ -159,6 +135,18 @@ def _bits(n: Numerics, site: str) -> int:
     return min(getattr(n, site).format.fraction_bits, 23)
 
 
+@lru_cache(maxsize=256)
+def kind_of(n: Numerics, probe: bool | str) -> str:
+    """What a forward does beyond that of `flash`, "plain": "running", "row" or "probed"."""
+    if probe:
+        return "probed"
+    if n.reference == "row":
+        return "row"
+    rounded = 7 in (_bits(n, "scores"), _bits(n, "unnormalized"))
+    wide = n.delta == "dO_O" and not (n.delta_output is n.delta_error is None)
+    return "running" if rounded or wide or n.softmax.kind != "safe" else "plain"
+
+
 @lru_cache(maxsize=1)
 def _refused_gluon() -> str | None:
     try:
@@ -185,27 +173,28 @@ def describe(x: Tensor, rows: int):
 
 
 @lru_cache(maxsize=256)
-def launch_arguments(key: str, scale: float, causal: bool, probe: bool, plan: Plan) -> dict:
+def launch_arguments(
+    key: str, scale: float, causal: bool, probe: bool | str, head_dim: int, plan: Plan | None
+) -> dict:
     """Constexpr arguments and options of a launch. key: `Numerics.key`. Read only.
 
-    Contraction to fused multiply-adds is off: it would move roundings.
+    plan: if not what `plan_of` says. Contraction to fused multiply-adds is off: it would move
+    roundings.
     """
     from .numerics import parse_numerics
     from .triton_attention import forward_constants
 
-    found = forward_constants(parse_numerics(key), scale, probe)
-    return dict(
-        STAGES=plan.stages,
-        REGISTERS=plan.registers,
-        CAUSAL=causal,
-        RUNNING=found["RUNNING"],
-        RAW=found["RAW"],
+    n = parse_numerics(key)
+    found = forward_constants(n, scale, probe)
+    plan = plan or plan_of(kind_of(n, probe), head_dim, causal)
+    same = ("RUNNING", "RAW", "HP", "POLICY", "PROBE", "WIDE", "UNIT_EXACT")
+    return {name: found[name] for name in same} | dict(
         ROUND_S=found["S_BITS"] == 7,
         ROUND_BAR=found["BAR_BITS"] == 7,
-        HP=found["HP"],
-        POLICY=found["POLICY"],
-        PROBE=probe,
-        UNIT_EXACT=found["UNIT_EXACT"],
+        STAGES=plan.stages,
+        REGISTERS=plan.registers,
+        EARLY=plan.early,
+        CAUSAL=causal,
         num_warps=4,
         maxnreg=plan.launch_registers,
         enable_fp_fusion=False,
@@ -225,7 +214,7 @@ def forward(
     numerics: Numerics,
     causal: bool,
     scale: float,
-    probe: bool = False,
+    probe: bool | str = False,
     plan: Plan | None = None,
     result: ForwardResult | None = None,
 ) -> ForwardResult:
@@ -240,7 +229,11 @@ def forward(
     device, policy = q.device, numerics.softmax
     result = empty_result(numerics, q, D, probe) if result is None else result
     out, lse = result.out, result.lse
-    arguments = launch_arguments(numerics.key, scale, causal, probe, plan or Plan())
+    pairs = pairs_of_blocks(Tq, B * H)
+    grid = (min(pairs, _multiprocessors(device)),)
+    blocks = [describe(x, rows) for x, rows in ((q, ROWS), (k, TILE), (v, TILE), (out, ROWS))]
+    sizes = (*out.stride()[:3], scale, H, H // k.shape[1], Tq, k.shape[2], pairs)
+    arguments = launch_arguments(numerics.key, scale, causal, probe, D, plan)
     high, *probes = (
         lse if x is None else x  # stands for outputs that this call does not write
         for x in (
@@ -249,13 +242,10 @@ def forward(
     )  # fmt: skip
     unit = scale if arguments["RAW"] else 1.0
     offsets = (policy.eps / unit, policy.min_offset / unit, policy.max_offset / unit)
-    pairs = pairs_of_blocks(Tq, B * H)
     with torch.cuda.device(device):
-        hopper_forward_kernel[(min(pairs, _multiprocessors(device)),)](
-            describe(q, ROWS), describe(k, TILE), describe(v, TILE), out, lse, high,
-            *out.stride()[:3], scale, H, H // k.shape[1], Tq, k.shape[2], pairs, policy.beta,
-            *offsets, *probes, **arguments,
-        )  # fmt: skip
+        hopper_forward_kernel[grid](
+            *blocks, lse, high, *sizes, policy.beta, *offsets, *probes, **arguments
+        )
     return result
 
 
@@ -265,9 +255,9 @@ def forward(
 # `flash` and `paper`.
 BACKWARD = dict(backward_probabilities=7, grad_probabilities=23, grad_scores=7, gradients=7)
 
-# As LEAST_KEYS, by head dimension: at 64 the backward was found faster at every length measured on
-# an H200, T = 1,024 to 16,384, causal; at 128 it gives the same bits and has not been timed.
-BACKWARD_LEAST_KEYS = {64: 512, 128: None}
+# As LEAST_KEYS, by head dimension: found faster at every length measured on an H200, T = 1,024 to
+# 16,384, causal.
+BACKWARD_LEAST_KEYS = {64: 512, 128: 512}
 
 
 def backward_refusal(
@@ -288,8 +278,6 @@ def backward_refusal(
     if shapes[0][1] != shapes[1][1]:
         return f"{shapes[0][1]} heads of queries and {shapes[1][1]} of keys: grouped queries"
     least = BACKWARD_LEAST_KEYS[shapes[0][3]]
-    if least is None:
-        return f"head dimension {shapes[0][3]} has not been timed"
     return _refused_few(shapes, causal, least) or _refused_places(shapes, strides, addresses)
 
 

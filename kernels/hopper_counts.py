@@ -5,8 +5,8 @@ what counts, so:
 
     two largest   of scores rounded to bf16 in pairs, two per instruction, in a tree
     ties          sign bits of (score - maximum), added up
-    ones          pairs of P_bar in bf16: one fused multiply-add tells 1 from the rest, and what it
-                  tells is added up as integers
+    ones          pairs of P_bar in bf16, where products read them: one fused multiply-add tells 1
+                  from the rest, and what it tells is added up as integers
 
 Counts stay with their thread, [ROWS, 4], until the block's last tile. Same results as
 `kernels.triton_forward`, whose functions decide what follows from them.
@@ -189,11 +189,29 @@ def ties_of_tile(s, offset, pairs, top, unit, S_LAYOUT: gl.constexpr, POLICY: gl
 
 @gluon.jit
 def ones_of_tile(p):
-    """How many P_bar [ROWS, TILE], rounded to bf16, are 1: as two 16-bit counts [ROWS, LANES]."""
+    """How many P_bar [ROWS, TILE], in bf16, are 1: as two 16-bit counts [ROWS, LANES]."""
     ones = gl.inline_asm_elementwise(
         ONES_PAIR, "=r,=r,r", [p], dtype=gl.int32, is_pure=True, pack=2)  # fmt: skip
     ones, unused = gl.split(gl.reshape(ones, [ROWS, TILE // 2, 2]))
     return sum_of_thread(ones) >> 7
+
+
+@gluon.jit
+def without_ones(tally, p):
+    """tally before the first tile, whose P_bar is p, is counted."""
+    tops, ties, ones = tally
+    return tops, ties, (gl.zeros_like(ones_of_tile(p)),)
+
+
+@gluon.jit
+def with_ones(tally, p):
+    """tally with those of a tile, whose P_bar is in the registers that its product reads.
+
+    There two weights share a register as they must anyway; in the softmax, whose P_bar waits in
+    fp32 for the product before, each two would be packed once more, for this alone.
+    """
+    tops, ties, ones = tally
+    return tops, ties, (ones[0] + ones_of_tile(p),)
 
 
 @gluon.jit

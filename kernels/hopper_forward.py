@@ -4,9 +4,9 @@ The same roundings in the same order as `kernels.triton_forward`, of which it se
 `hopper_attention.refusal` lets pass; what is different is who waits for whom. A program is two
 consumers, groups of four warps that own 64 query rows each, and two producers, single warps that
 ask the copy engine (TMA) for Q and K and for V. Tiles go to rings of STAGES buffers in shared
-memory. One consumer's softmax can run beside the other's products, and beside its own: P_bar V of
-tile j - 1 is computed during the softmax of tile j. With S of tile j + 1 computed then as well,
-which takes 64 registers more per thread, it was slower (book/development-log.md).
+memory. One consumer's softmax runs beside the other's products, and can run beside its own: P_bar
+V of tile j - 1 is computed during the softmax of tile j. With S of tile j + 1 computed then as
+well, which takes 64 registers more per thread, it was slower (book/development-log.md).
 
 Under the row reference (RUNNING false) a first pass over the keys finds the final row maximum, and
 the second largest score where the policy asks for it. Policies and probes (`hopper_counts`) leave
@@ -14,8 +14,9 @@ no trace in what is compiled without them.
 A program takes several blocks of 128 query rows in turn, a long and a short one of a head (causal)
 at a time, and the producers run ahead of the block that is being computed. Tiles of K and of V are
 numbered over all that a program reads: tile g is in buffer g % STAGES, for the (g // STAGES)-th
-time; likewise blocks of Q, for which each consumer has two buffers. Only the last tile of a block
-needs a mask. It shares the code of the others: with a copy for itself, programs were slower.
+time; likewise blocks of Q, for which each consumer has two buffers. The copy engine writes O, of
+any strides, from the buffer that its block's Q was in. Only the last tile of a block needs a mask.
+It shares the code of the others: with a copy for itself, programs were slower.
 
 Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; each O
 likewise, all of one set of strides; results per row contiguous. `unit` and RAW are those of
@@ -26,16 +27,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .hopper_counts import row_counts, row_reference
+from .hopper_divide import divide
 from .hopper_tiles import (
     PARTS,
     ROWS,
     TILE,
     attend,
     await_tile,
-    divide,
     in_pairs,
     round_to_bf16,
     rounded_scores,
@@ -81,13 +82,14 @@ def visible_tiles(end, Tk, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    rings, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr,
-    HP: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    rings, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
+    WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART on of every block of this program."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    out_ptr, lse_ptr, hp_ptr, strides, scale, policy, probes = outputs
+    o_desc, lse_ptr, hp_ptr, strides, scale, policy, probes = outputs
     o_b, o_h, o_t = strides
     H, GROUP, Tq, Tk, blocks, units = sizes
     DV: gl.constexpr = v_bufs.shape[4]
@@ -110,7 +112,8 @@ def consumer(
             slot = turn % 2 * PARTS + PART
             q = q_bufs.index(slot).reshape([ROWS, q_bufs.shape[4]])
             mbarrier.wait(q_full.index(slot), (turn // 2) & 1)
-            own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(slot), k_full, k_free, v_full,
+            other = (turn + 1) % 2 * PARTS + PART
+            own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(other), k_full, k_free, v_full,
                    v_free, still)  # fmt: skip
             m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             top = m
@@ -132,9 +135,9 @@ def consumer(
                     tops = (top,)
                 tally = (tops, (), ())
             acc, m, l, tally = attend(
-                q, own, rows, m, tally, gk, gv, tiles, Tk, scale, factor, unit, policy, S_LAYOUT,
-                O_LAYOUT, P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S, POLICY, PROBE,
-                UNIT_EXACT)  # fmt: skip
+                q, own, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
+                S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
+                PROBE, UNIT_EXACT)  # fmt: skip
             gk += tiles
             gv += tiles
             turn += 1
@@ -154,12 +157,17 @@ def consumer(
             bar = acc
             if ROUND_BAR:
                 bar = round_to_bf16(acc)
-            place = head_place(head, H, o_b, o_h)
-            store_rows(out_ptr + place, divide(bar, l, POLICY != 0), first, Tq, o_t)
-            if PROBE:
+            q.store(divide(bar, l, POLICY != 0).to(q.dtype))
+            fence_async_shared()
+            place = [head // H, head % H, first, 0]
+            tma.async_copy_shared_to_global(o_desc, place, q_bufs.index(slot))
+            if WIDE or HP:
+                place = head_place(head, H, o_b, o_h)
+            if WIDE:
                 store_rows(o32_ptr + place, divide(acc, l, POLICY != 0), first, Tq, o_t)
             if HP:
                 store_rows(hp_ptr + place, gl.div_rn(acc, l), first, Tq, o_t)
+    tma.store_wait(0)
 
 
 @gluon.constexpr_function
@@ -265,11 +273,12 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", "units"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, hp_ptr, o_b, o_h, o_t, scale, H, GROUP, Tq, Tk,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, hp_ptr, o_b, o_h, o_t, scale, H, GROUP, Tq, Tk,
     units, beta, eps, min_offset, max_offset, ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
-    RAW: gl.constexpr, ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr, HP: gl.constexpr,
-    POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr,
+    PROBE: gl.constexpr, WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Pairs of blocks number program, program + programs, ... of `units`. See the docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -293,16 +302,16 @@ def hopper_forward_kernel(
     probes = ()
     if PROBE:
         probes = (ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr)
-    outputs = (out_ptr, lse_ptr, hp_ptr, (o_b, o_h, o_t), scale, policy, probes)
+    outputs = (o_desc, lse_ptr, hp_ptr, (o_b, o_h, o_t), scale, policy, probes)
     sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consumer, (rings, outputs, sizes, FIRST, STAGES, CAUSAL, RUNNING, RAW, ROUND_S,
-                        ROUND_BAR, HP, POLICY, PROBE, UNIT_EXACT)),
-            (consumer, (rings, outputs, sizes, SECOND, STAGES, CAUSAL, RUNNING, RAW, ROUND_S,
-                        ROUND_BAR, HP, POLICY, PROBE, UNIT_EXACT)),
+            (consumer, (rings, outputs, sizes, FIRST, STAGES, EARLY, CAUSAL, RUNNING, RAW,
+                        ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
+            (consumer, (rings, outputs, sizes, SECOND, STAGES, EARLY, CAUSAL, RUNNING, RAW,
+                        ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
             (keys_producer, (q_desc, k_desc, rings, sizes, STAGES, CAUSAL, RUNNING)),
             (values_producer, (v_desc, rings, sizes, STAGES, CAUSAL)),
         ],

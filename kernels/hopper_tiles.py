@@ -1,7 +1,7 @@
 """What a consumer of `kernels.hopper_forward` does: all tiles of 64 query rows, step by step.
 
 In every step products are asked for, arithmetic of another tile is done beside them, and then they
-are waited for. The assembler is free to sort this otherwise, hence `hold`.
+are waited for. The assembler is free to sort this otherwise, hence `hold` and `placed`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -18,18 +19,20 @@ from . import hopper_attention
 from .hopper_counts import (
     for_each_thread,
     larger_two,
-    ones_of_tile,
     ordered_halves,
     round_pairs,
     ties_of_tile,
     tile_reference,
     two_of_each_row,
+    with_ones,
+    without_ones,
 )
-from .triton_common import BF16_PAIR
 
 ROWS = gl.constexpr(hopper_attention.ROWS)
 PARTS = gl.constexpr(hopper_attention.PARTS)
 TILE = gl.constexpr(hopper_attention.TILE)
+
+ROUND_ALONE = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;")
 
 
 # -- rings of buffers -----------------------------------------------------------------------------
@@ -51,11 +54,21 @@ def release(free, g, STAGES: gl.constexpr):
 def hold(bar):
     """A wait that is over at once: the assembler moves no arithmetic past its loop.
 
-    Without it the softmax is moved behind the wait for the product that it should run beside.
+    Without it the row maximum is moved behind the wait for the product that it should run beside.
+    The softmax is not held: the wait for the product before is moved ahead of it, which costs
+    nothing, since the other consumer's softmax runs beside that product.
     bar: nobody arrives at it, so that the turn before its first is always over. Each place has its
     own, since between two waits for one barrier the compiler makes all threads of the group meet.
     """
     mbarrier.wait(bar, 1)
+
+
+@gluon.jit
+def placed(x):
+    """x, computed before this place and not after it, whatever the compiler would rather do."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False,
+        pack=32 // x.dtype.primitive_bitwidth)  # fmt: skip
 
 
 # -- one tile -------------------------------------------------------------------------------------
@@ -82,56 +95,13 @@ def ask_output(p, rings, acc, g, STAGES: gl.constexpr):
 
 @gluon.jit
 def round_to_bf16(x):
-    """fp32 -> fp32 on the grid of bf16, ties to even: two numbers per conversion."""
-    return gl.inline_asm_elementwise(
-        BF16_PAIR, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
+    """fp32 -> fp32 on the grid of bf16, ties to even.
 
-
-def _quotients(n: int, most: str) -> str:
-    """PTX of `divide`: results $0 on, then n each of x, l, its reciprocals y and the least x.
-
-    most: the largest x, as PTX writes an fp32 number.
+    Beside a zero in the lower half, a rounded number is the fp32 number: one instruction each. Two
+    per conversion would have to be taken apart again, three instructions for both.
     """
-    x, l, y, least = ([f"${k * n + i}" for i in range(n)] for k in (1, 2, 3, 4))
-    lines = [".reg .pred odd;", ".reg .f32 e, size;", "setp.ne.b32 odd, 0, 0;"]
-    for i in range(n):
-        lines.append(f"mul.rn.f32 ${i}, {x[i]}, {y[i]};")
-        for _ in range(2):
-            lines.append(f"neg.f32 e, ${i};")
-            lines.append(f"fma.rn.f32 e, e, {l[i]}, {x[i]};")
-            lines.append(f"fma.rn.f32 ${i}, e, {y[i]}, ${i};")
-    for i in range(n):
-        lines.append(f"abs.f32 size, {x[i]};")
-        lines.append(f"setp.ltu.or.f32 odd, size, {least[i]}, odd;")
-        lines.append(f"setp.gt.or.f32 odd, size, {most}, odd;")
-    lines.append("@!odd bra DONE;")
-    lines += [f"div.rn.f32 ${i}, {x[i]}, {l[i]};" for i in range(n)]
-    return "{ " + " ".join(lines) + " DONE: }"
-
-
-QUOTIENTS = gl.constexpr(_quotients(8, "0f7B800000"))  # 2^120
-QUOTIENTS_BY_SMALL = gl.constexpr(_quotients(8, "0f5D800000"))  # 2^60
-QUOTIENT_OPERANDS = gl.constexpr(",".join(8 * ["=&r"] + 32 * ["r"]))
-
-
-@gluon.jit
-def divide(x, l, SMALL: gl.constexpr = False):
-    """x / l of two blocks, l > 0, as `div.rn` rounds it, without a branch for each number.
-
-    SMALL: l may well be small, down to 2^-60, as under a reference far above the row maximum.
-
-    The quotient from the rounded reciprocal, corrected twice by its exact remainder, is the
-    nearest number (Markstein 1990: a correctly rounded reciprocal, a faithful quotient) while the
-    remainder does not underflow. Where it may, eight numbers of a thread take the instruction,
-    which branches for each and so computes one after the other.
-    """
-    LEAST: gl.constexpr = 2.0**-60 if SMALL else 2.0**-4
-    STEPS: gl.constexpr = QUOTIENTS_BY_SMALL if SMALL else QUOTIENTS
-    y = gl.div_rn(l * 0.0 + 1.0, l)
-    least = gl.where((l >= LEAST) & (l <= 2.0**24), 2.0**-96, float("inf"))
     return gl.inline_asm_elementwise(
-        STEPS, QUOTIENT_OPERANDS, [x, l, y, least], dtype=gl.float32, is_pure=True,
-        pack=8)  # fmt: skip
+        ROUND_ALONE, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)  # fmt: skip
 
 
 @gluon.jit
@@ -164,7 +134,7 @@ def softmax_tile(
     l is summed in the order of `kernels.triton_forward`: tile by tile, or by the 64 keys of its
     blocks where the specification names no tile. PAIRS: s is not rounded yet, to bf16.
     tally: () without probes, else row maximum (unless it is m), ties and ones, each in a tuple,
-    the counts in empty ones before the first tile.
+    the counts in empty ones before the first tile. Ones are counted later, by `with_ones`.
     """
     rescale = m
     reference = m
@@ -198,7 +168,7 @@ def softmax_tile(
                 risen = top * unit > before * unit
                 known = gl.where(for_each_thread(risen, known), 0, known)
             found += known
-        ties = (found,)
+        tally = (tops, (found,), ones)
     p = gl.exp2(offset * factor)
     if RUNNING:
         l += gl.sum(p, 1)
@@ -206,11 +176,6 @@ def softmax_tile(
         first, second = gl.split(gl.sum(gl.reshape(p, [ROWS, 2, TILE // 2]), 2))
         l += gl.convert_layout(first, l.type.layout)
         l += gl.convert_layout(second, l.type.layout)
-    if PROBE:
-        found = ones_of_tile(p.to(gl.bfloat16))
-        if len(ones) > 0:
-            found += ones[0]
-        tally = (tops, ties, (found,))
     return p, m, l, rescale, tally
 
 
@@ -299,43 +264,50 @@ def row_maximum(
 @gluon.jit
 def step(
     p, acc, m, l, tally, gk, gv, start, q, rings, rows, Tk, scale, factor, unit, policy,
-    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr,
-    PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """The tile gk, gv, whose softmax runs beside P_bar V of the one before; p is that P_bar.
 
-    start: first key of the block's last tile, which alone needs a mask; -1 in the others.
+    start: first key of the block's last tile, which alone needs a mask; -1 in the others. EARLY:
+    P_bar of this tile is rounded before the product with that of the last is waited for.
     """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
+    if PROBE:
+        tally = with_ones(tally, p)
     acc = ask_output(p, rings, acc, gv - 1, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_free, gk, STAGES)
     s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
     if start >= 0:
-        mbarrier.arrive(q_free, count=1)
         s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
     wide, m, l, rescale, tally = softmax_tile(
         s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
         UNIT_EXACT)  # fmt: skip
-    hold(still[0])
+    following = gl.convert_layout(wide.to(p.dtype), P_LAYOUT)
+    if EARLY:
+        following = placed(following)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv - 1, STAGES)
-    p = gl.convert_layout(wide.to(p.dtype), P_LAYOUT)
+    p = following
     return p, rescaled(acc, rescale, RUNNING), m, l, tally
 
 
 @gluon.jit
 def attend(
-    q, rings, rows, m, tally, gk, gv, tiles, Tk, scale, factor, unit, policy,
+    q, rings, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
     RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
     UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
-    """O_bar, m, l and tally of a consumer's rows over all their tiles, from numbers gk, gv on."""
+    """O_bar, m, l and tally of a consumer's rows over all their tiles, from numbers gk, gv on.
+
+    turn: how many blocks were before; q_free: of the buffer that the last of them is written from.
+    """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -343,21 +315,27 @@ def attend(
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_free, gk, STAGES)
+    if turn > 0:  # the copy engine has read O of the block before
+        tma.store_wait(0)
+        mbarrier.arrive(q_free, count=1)
     s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
     if tiles == 1:
-        mbarrier.arrive(q_free, count=1)
         s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
     wide, m, l, rescale, tally = softmax_tile(
         s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
         UNIT_EXACT)  # fmt: skip
     p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
+    if PROBE:
+        tally = without_ones(tally, p)
     last = tiles - 1
     for j in range(1, tiles):
         start = gl.where(j == last, j * TILE, -1)
         p, acc, m, l, tally = step(
             p, acc, m, l, tally, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor, unit,
-            policy, S_LAYOUT, P_LAYOUT, STAGES, CAUSAL, RUNNING, RAW, ROUND_S, POLICY, PROBE,
-            UNIT_EXACT)  # fmt: skip
+            policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW,
+            ROUND_S, POLICY, PROBE, UNIT_EXACT)  # fmt: skip
+    if PROBE:
+        tally = with_ones(tally, p)
     acc = ask_output(p, rings, acc, gv + last, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv + last, STAGES)

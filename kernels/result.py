@@ -16,7 +16,8 @@ class ForwardResult:
     lse: [B, H, Tq], natural log, fp32 (fp64 when computing in fp64); -inf for a fully masked row.
     delta_output: [B, H, Tq, Dv] the O that delta reads, or None when it is `out` itself.
     The rest is filled only when probing, changes no bit of the above, and is 0 or -inf in fully
-    masked rows:
+    masked rows. A forward's `probe` says what is wanted: False or "" nothing, True or "all"
+    everything, "rows" all but out_fp32.
     ties: int32 [B, H, Tq], visible keys whose rounded score equals the row maximum (1 = no tie).
     ones: int32 [B, H, Tq], visible keys whose rounded P_bar is exactly 1.
     m, l: [B, H, Tq], the final reference and row sum.
@@ -31,3 +32,8 @@ class ForwardResult:
     m: Tensor | None = None
     l: Tensor | None = None
     out_fp32: Tensor | None = None
+
+
+def wants_output(probe: bool | str) -> bool:
+    """Whether a forward that is asked for `probe` fills out_fp32."""
+    return bool(probe) and probe != "rows"

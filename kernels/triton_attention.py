@@ -25,7 +25,7 @@ from .formats import FP64
 from .interventions import DIRECTIONS, GRADIENTS, delta_of_each, disturbed_delta
 from .layout import empty_rows
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
-from .result import ForwardResult
+from .result import ForwardResult, wants_output
 from .triton_blocks import HOPPER_SHARED, Blocks, choose_blocks, pad
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -214,7 +214,7 @@ def _power_of_two(scale: float) -> bool:
     return scale > 0 and math.frexp(scale)[0] == 0.5
 
 
-def forward_constants(n: Numerics, scale: float, probe: bool) -> dict:
+def forward_constants(n: Numerics, scale: float, probe: bool | str) -> dict:
     """The constexpr arguments of `forward_kernel` that come from the numerics."""
     from .triton_forward import POLICIES
 
@@ -231,7 +231,8 @@ def forward_constants(n: Numerics, scale: float, probe: bool) -> dict:
         SUM_ROUNDED=n.row_sum_source == "rounded",
         P_DTYPE=_operand(n.probabilities),
         HP=high,
-        PROBE=probe,
+        PROBE=bool(probe),
+        WIDE=wants_output(probe),
         UNIT_EXACT=not raw or _power_of_two(scale),
         DRAWS=n.stochastic,
         **_site("S", n.scores),
@@ -275,16 +276,16 @@ def grad_queries_constants(n: Numerics, scale: float) -> dict:
 def _plan(kernel: str, key: str, D: int, DV: int, itemsize: int, limit: int, scale, extra):
     """(blocks, keyword arguments of a launch) of one kernel; kept, since each step asks again.
 
-    key: `Numerics.key`. extra: for "forward" whether it probes; else None. Read only.
+    key: `Numerics.key`. extra: for "forward" its `probe`; else None. Read only.
     """
     n = parse_numerics(key)
     table = "grad_queries" if kernel == "delta_product" else kernel
     blocks = _blocks(table, n, D, DV, itemsize, limit, bool(extra))
-    return blocks, launch_arguments(kernel, n, blocks, D, DV, scale, bool(extra))
+    return blocks, launch_arguments(kernel, n, blocks, D, DV, scale, extra or False)
 
 
 def launch_arguments(
-    kernel: str, n: Numerics, blocks: Blocks, D: int, DV: int, scale: float, probe: bool
+    kernel: str, n: Numerics, blocks: Blocks, D: int, DV: int, scale: float, probe: bool | str
 ) -> dict:
     """Constexpr arguments and options of a launch, all but CAUSAL (EVEN and GROUPED)."""
     if kernel == "forward":
@@ -446,7 +447,7 @@ def forward(
     scale: float,
     mask: Tensor | None = None,
     seed: int | Tensor = 0,
-    probe: bool = False,
+    probe: bool | str = False,
     blocks: Blocks | None = None,
 ) -> ForwardResult:
     """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], any strides, all lengths at least 1.
@@ -491,7 +492,7 @@ def forward(
     return result
 
 
-def empty_result(n: Numerics, q: Tensor, width: int, probe: bool) -> ForwardResult:
+def empty_result(n: Numerics, q: Tensor, width: int, probe: bool | str) -> ForwardResult:
     """What a forward fills, nothing written yet. width: Dv; each O in the order of q."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     result = ForwardResult(out=empty_rows(q, width, _storage(n.output)), lse=lse)
@@ -502,6 +503,7 @@ def empty_result(n: Numerics, q: Tensor, width: int, probe: bool) -> ForwardResu
     if probe:
         result.ties, result.ones = (torch.empty_like(lse, dtype=torch.int32) for _ in range(2))
         result.m, result.l = torch.empty_like(lse), torch.empty_like(lse)
+    if wants_output(probe):
         result.out_fp32 = empty_rows(q, width, torch.float32)
     return result
 

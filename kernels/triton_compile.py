@@ -56,7 +56,7 @@ def compile_offline(
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
-    probe: bool = False,
+    probe: bool | str = False,
     capability: int = 90,
     blocks: Blocks | None = None,
     usage: bool = True,
@@ -107,12 +107,14 @@ def compile_hopper(
     *,
     head_dim: int = 64,
     causal: bool = True,
-    probe: bool = False,
+    probe: bool | str = False,
+    plan=None,
     usage: bool = True,
 ) -> Compiled:
     """Compile a kernel of `kernels.hopper_attention` for compute capability 9.0 as a launch would.
 
-    kernel: "forward", "grad_keys" or "grad_queries". Seconds per call.
+    kernel: "forward", "grad_keys" or "grad_queries". plan: of a forward, else the one that serves.
+    Seconds per call.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -120,7 +122,7 @@ def compile_hopper(
 
     from . import hopper_attention
 
-    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe)
+    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe, plan)
     options = {name: arguments[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants = {name: x for name, x in arguments.items() if name not in options}
     tile = hopper_attention.TILE if kernel == "forward" else hopper_attention.ROWS
@@ -144,7 +146,7 @@ def compile_hopper(
     )  # fmt: skip
 
 
-def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool):
+def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool | str, plan):
     """(function, arguments of its launch, blocks) of a kernel for Hopper GPUs."""
     from . import hopper_attention as hopper
 
@@ -152,9 +154,8 @@ def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool):
     if kernel == "forward":
         from .hopper_forward import hopper_forward_kernel
 
-        plan = hopper.Plan()
-        blocks = Blocks(rows, hopper.TILE, 12, plan.stages, plan.launch_registers)
-        arguments = hopper.launch_arguments(n.key, scale, causal, probe, plan)
+        arguments = hopper.launch_arguments(n.key, scale, causal, probe, head_dim, plan)
+        blocks = Blocks(rows, hopper.TILE, 12, arguments["STAGES"], arguments["maxnreg"])
         return hopper_forward_kernel, arguments, blocks
     from . import hopper_backward
 
@@ -179,7 +180,7 @@ def _descriptor(name: str, tile: int, head_dim: int) -> str:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
         return f"tensordesc<fp32[1, 1, {tile}],{layout!r}>"
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    rows = ROWS if name == "q_desc" else tile
+    rows = ROWS if name in ("q_desc", "o_desc") else tile
     return f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
 
 

@@ -238,7 +238,7 @@ def forward_kernel(
     P_DTYPE: tl.constexpr, BAR_BITS: tl.constexpr, BAR_STOCHASTIC: tl.constexpr,
     O_BITS: tl.constexpr, O_STOCHASTIC: tl.constexpr,
     HP: tl.constexpr, HP_BITS: tl.constexpr, HP_STOCHASTIC: tl.constexpr,
-    PROBE: tl.constexpr, UNIT_EXACT: tl.constexpr, DRAWS: tl.constexpr,
+    PROBE: tl.constexpr, WIDE: tl.constexpr, UNIT_EXACT: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. See the module's docstring."""
     blocks = tl.cdiv(Tq, BLOCK_M)
@@ -329,9 +329,9 @@ def forward_kernel(
     store_rows(out_ptr + out_base, out, rows, Tq, o_t, DV, BLOCK_DV)
     inside = rows < Tq
     tl.store(lse_ptr + row_base, m + tl.log(l), mask=inside)
-    if HP or PROBE:
+    if HP or WIDE:
         wide = tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape))
-        if PROBE:
+        if WIDE:
             store_rows(o32_ptr + out_base, wide, rows, Tq, o_t, DV, BLOCK_DV)
         if HP:
             wide = round_site(wide, seed, index, HP_BITS, HP_STOCHASTIC, DELTA_OUTPUT)

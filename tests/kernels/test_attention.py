@@ -249,6 +249,16 @@ def test_probe_fields():
     torch.testing.assert_close(probe.out_fp32, out, rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("text", ["paper", "flash,tile=4,delta_output=fp32", "exact"])
+def test_a_probe_of_rows_leaves_out_what_is_as_large_as_the_output(text):
+    q, k, v = _qkv()
+    whole, rows = Probe(), Probe(rows_only=True)
+    outs = [attention(q, k, v, numerics=text, probe=probe) for probe in (whole, rows)]
+    assert torch.equal(*outs) and rows.out_fp32 is None and whole.out_fp32 is not None
+    for name in ("ties", "ones", "m", "l", "lse"):
+        assert torch.equal(getattr(whole, name), getattr(rows, name)), name
+
+
 def test_seed_may_be_a_number_or_a_tensor():
     q, k, v = _qkv(grad=False)
     text = "paper,probabilities=bf16:stochastic"
@@ -281,7 +291,7 @@ def test_operators_pass_torchs_own_checks():
     arguments = (None, torch.tensor(0), paper().key, True, 0.5, "auto")
     torch.library.opcheck(
         torch.ops.bit_by_bit.attention_forward.default,
-        (q, k, v, *arguments, True),
+        (q, k, v, *arguments, "all"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

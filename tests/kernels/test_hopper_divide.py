@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from kernels.hopper_tiles import QUOTIENTS, QUOTIENTS_BY_SMALL, divide  # noqa: E402
+from kernels.hopper_divide import QUOTIENTS, QUOTIENTS_BY_SMALL, divide  # noqa: E402
 
 
 def fma(a, b, c):
@@ -34,20 +34,21 @@ OPERATIONS = {
     "fma.rn.f32": fma,
     "setp.ltu.or.f32": lambda a, b, c: ~(a >= b) | c,
     "setp.gt.or.f32": lambda a, b, c: (a > b) | c,
+    "or.pred": lambda a, b: a | b,
 }
 
 
 def run_ptx(steps, x, l, y, least):
-    """What the inline assembly computes of 8 numbers in each row: quotients, and who divides."""
-    given = [z[:, i] for z in (x, l, y, least) for i in range(8)]
-    registers = {f"${8 + i}": z for i, z in enumerate(given)}
+    """What the inline assembly computes of 32 numbers in each row: quotients, and who divides."""
+    given = [z[:, i] for z in (x, l, y, least) for i in range(32)]
+    registers = {f"${32 + i}": z for i, z in enumerate(given)}
 
     def read(name):
         if name.startswith("0f"):
             return np.array(int(name[2:], 16), np.uint32).view(np.float32)
         return registers[name]
 
-    body = steps.value.split("@!odd bra DONE;")[0].strip("{ ")
+    body = steps.value.split("@!odd0 bra DONE;")[0].strip("{ ")
     for line in filter(None, (part.strip() for part in body.split(";"))):
         operation, *names = re.split(r"[ ,]+", line)
         if operation == ".reg":
@@ -56,7 +57,7 @@ def run_ptx(steps, x, l, y, least):
             registers[names[0]] = np.zeros(len(x), bool)
             continue
         registers[names[0]] = OPERATIONS[operation](*(read(name) for name in names[1:]))
-    return np.stack([registers[f"${i}"] for i in range(8)], 1), registers["odd"]
+    return np.stack([registers[f"${i}"] for i in range(32)], 1), registers["odd0"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def run_ptx(steps, x, l, y, least):
 def test_the_steps_of_the_assembly_round_as_ieee_division(steps, least_l, most_x):
     """l as it occurs (2^-4 or 2^-60 to 2^24) and all x whose remainders do not underflow."""
     rng = np.random.default_rng(2)
-    patterns = rng.integers(0, 2**32, (2, 2**15, 8), dtype=np.uint64)
+    patterns = rng.integers(0, 2**32, (2, 2**13, 32), dtype=np.uint64)
     exponents = 127 + least_l + patterns[0] % (24 - least_l)
     l = ((patterns[0] & 0x7FFFFF) | (exponents << 23)).astype(np.uint32)
     exponents = 31 + (patterns[1] >> 8) % (96 + most_x)
@@ -75,7 +76,7 @@ def test_the_steps_of_the_assembly_round_as_ieee_division(steps, least_l, most_x
     found, odd = run_ptx(steps, x, l, y, least)
     assert not odd.any()
     assert np.array_equal(found, x / l)
-    x[::2, 3] = np.float32(2.0**-97)  # and where one may: the instruction, for all eight
+    x[::2, 3] = np.float32(2.0**-97)  # and where one may: the instruction, for all
     x[1::4, 5] = np.nan
     x[3::4, 5] = np.float32(2.0**most_x * 1.5)
     assert run_ptx(steps, x, l, y, least)[1].all()
@@ -83,15 +84,15 @@ def test_the_steps_of_the_assembly_round_as_ieee_division(steps, least_l, most_x
 
 @gluon.jit
 def divide_kernel(x_ptr, l_ptr, out_ptr, SMALL: gl.constexpr):
-    """1,024 quotients, eight a thread."""
-    i = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
+    """4,096 quotients, 32 a thread."""
+    i = gl.program_id(0) * 4096 + gl.arange(0, 4096, gl.BlockedLayout([32], [32], [4], [0]))
     gl.store(out_ptr + i, divide(gl.load(x_ptr + i), gl.load(l_ptr + i), SMALL))
 
 
 def quotients(x, l, small):
     x, l = torch.from_numpy(x).cuda(), torch.from_numpy(l).cuda()
     out = torch.empty_like(x)
-    divide_kernel[(x.numel() // 1024,)](x, l, out, SMALL=small, num_warps=4)
+    divide_kernel[(x.numel() // 4096,)](x, l, out, SMALL=small, num_warps=4)
     return out.cpu().numpy()
 
 

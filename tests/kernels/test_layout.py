@@ -82,7 +82,7 @@ def test_fakes_lie_as_the_results_do(kind, text):
     choices = (torch.tensor(3), text, False, 0.5, "auto")
 
     def run(q, k, v, seed, *choices):
-        results = FORWARD(q, k, v, None, seed, *choices, True)
+        results = FORWARD(q, k, v, None, seed, *choices, "all")
         dO = torch.empty_like(results[0])
         return [*results, *BACKWARD(dO, q, k, v, *results[:3], None, seed, *choices)]
 

@@ -117,6 +117,10 @@ def test_probes_change_no_bit_and_stochastic_sites_repeat():
         plain = triton_attention.forward(q, k, v, numerics=n, seed=3, **choices)
         probed = triton_attention.forward(q, k, v, numerics=n, seed=3, probe=True, **choices)
         assert torch.equal(plain.out, probed.out) and torch.equal(plain.lse, probed.lse)
+        rows = triton_attention.forward(q, k, v, numerics=n, seed=3, probe="rows", **choices)
+        assert rows.out_fp32 is None
+        for name in ("out", "lse", "ties", "ones", "m", "l"):
+            assert torch.equal(getattr(rows, name), getattr(probed, name))
     other = triton_attention.forward(q, k, v, numerics=n, seed=torch.tensor(4), **choices)
     assert not torch.equal(plain.out, other.out)
 

@@ -1,0 +1,61 @@
+"""How the Hopper forward is compiled for a call, and from how many keys on it serves.
+
+The settings move times and no bits. Which of them is fastest could not be told beforehand: the
+assembler sorts the same loop differently for each, and a tile takes up to 18 % longer in one order
+than in another. So each was timed on an H200: `python -m kernels.hopper_tuning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a launch.
+
+    stages: buffers of each ring.
+    early: whether P_bar is rounded before the product with the one before it is waited for, into
+    registers of its own.
+    registers: per thread of a consumer; the producers' four warps take 24, and `launch_registers`
+    is the mean of the three groups.
+    """
+
+    stages: int = 2
+    early: bool = False
+    registers: int = 240
+    launch_registers: int = 168
+
+
+# By kind (`hopper_attention.kind_of`), head dimension and whether causal. Timed at 32,768 tokens, T
+# = 1,024, 2,048 and 4,096; other kinds than "plain" causal, and what was found stands for both.
+PLANS = {
+    ("plain", 64, True): Plan(stages=4, early=True),
+    ("plain", 64, False): Plan(early=True),
+    ("plain", 128, True): Plan(),
+    ("plain", 128, False): Plan(early=True),
+    ("running", 64, True): Plan(),
+    ("running", 128, True): Plan(),
+    ("row", 64, True): Plan(),
+    ("row", 128, True): Plan(),
+    ("probed", 64, True): Plan(),
+    ("probed", 128, True): Plan(),
+}
+
+# Keys that a query sees, on average, from which on the forward was at least as fast as the general
+# kernel. Timed for T = 256 to 4,096, causal.
+LEAST_KEYS = {
+    ("plain", 64): 128,
+    ("plain", 128): 0,
+    ("running", 64): 512,
+    ("running", 128): 512,
+    ("row", 64): 512,
+    ("row", 128): 128,
+    ("probed", 64): 512,
+    ("probed", 128): 128,
+}
+
+
+def plan_of(kind: str, head_dim: int, causal: bool) -> Plan:
+    """What was found fastest."""
+    return PLANS[kind, head_dim, causal if kind == "plain" else True]
