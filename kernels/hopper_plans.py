@@ -27,8 +27,8 @@ class Plan:
     launch_registers: int = 168
 
 
-# By kind (`hopper_attention.kind_of`), head dimension and whether causal. Timed at 32,768 tokens, T
-# = 1,024, 2,048 and 4,096; other kinds than "plain" causal, and what was found stands for both.
+# By kind (`hopper_attention.kind_of`), head dimension and whether causal. Timed at T = 1,024 to
+# 4,096; other kinds than "plain" causal, and what was found stands for both.
 PLANS = {
     ("plain", 64, True): Plan(stages=4, early=True),
     ("plain", 64, False): Plan(early=True),
