@@ -224,9 +224,56 @@ def searched(folder: Path = RESULTS) -> list[dict]:
 
 
 def latest(name: str, preset: str | None = None, folder: Path = RESULTS) -> Archive | None:
-    """The newest archive of an experiment (of one preset), or None."""
-    found = [a for a in archives(name, folder) if preset in (None, a.provenance.get("preset"))]
-    return found[-1] if found else None
+    """The archive of an experiment (of one preset) that counts, or None: see `counting`."""
+    return counting(
+        [a for a in archives(name, folder) if preset in (None, a.provenance.get("preset"))]
+    )
+
+
+def counting(found: Sequence[Archive]) -> Archive | None:
+    """The newest archive, and of older ones of its preset the runs with seeds that it lacks.
+
+    found: oldest first. All arms of a seed are compared with one another, on one machine, and with
+    no other seed, so a later archive may add seeds. The provenance then names each machine with
+    its seeds, and every code.
+    """
+    if not found:
+        return None
+    newest = found[-1]
+    if not all("seed" in row for row in newest.rows):
+        return newest
+    parts, known = [], set()
+    for archive in reversed(found):
+        rows = [row for row in archive.rows if row.get("seed") not in known]
+        seeds = {row.get("seed") for row in rows}
+        if seeds and None not in seeds and _setting(archive) == _setting(newest):
+            parts.insert(0, (archive, rows, sorted(seeds)))
+            known |= seeds
+    if len(parts) < 2:
+        return newest
+    sources = [archive.provenance for archive, _, _ in parts]
+    told = [f"{_machine(a)} ({_seeds_in_words(seeds)})" for a, _, seeds in parts]
+    source = newest.provenance | {
+        "machine": "; ".join(told),
+        "seeds": sorted(known),
+        "code": ", ".join(dict.fromkeys(str(p.get("code")) for p in sources)),
+        "duration_s": round(sum(p.get("duration_s") or 0.0 for p in sources), 1),
+    }
+    rows = [row for _, part, _ in parts for row in part]
+    complete = all(archive.complete for archive, *_ in parts)
+    return replace(newest, provenance=source, rows=rows, complete=complete)
+
+
+def _setting(archive: Archive) -> tuple:
+    return tuple(archive.provenance.get(k) for k in ("preset", "corpus"))
+
+
+def _machine(archive: Archive) -> str:
+    return archive.provenance.get("machine") or archive.provenance.get("gpu") or "a machine"
+
+
+def _seeds_in_words(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 # -- command line ---------------------------------------------------------------------------------

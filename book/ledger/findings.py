@@ -32,7 +32,7 @@ from kernels.numerics import Numerics
 from kernels.scope import ScopedNumerics
 
 from .. import RESULTS
-from ..evidence import Archive, archives
+from ..evidence import Archive, archives, counting
 from ..experiments import EXPERIMENTS
 from ..onsets import judged
 from ..records import one_a_seed
@@ -183,8 +183,8 @@ class Evidence:
         return found
 
     def archive(self, name: str) -> Archive | None:
-        """The newest archive of an experiment, or None."""
-        return next(reversed(self.archives(name)), None)
+        """The archive of an experiment that counts (`book.evidence.counting`), or None."""
+        return counting(self.archives(name))
 
     def document(self, name: str) -> dict | None:
         """The newest archive that is one object without rows (`llama-ties`), or None."""

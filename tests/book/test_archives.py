@@ -1,6 +1,8 @@
 """Archives: provenance that captions accept, names of files, what reading refuses."""
 
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +10,17 @@ import pytest
 from book import evidence, searches
 from book.captions import archived
 from book.evidence import (
+    Archive,
     archive_path,
     archives,
+    counting,
     latest,
     provenance,
     save_archive,
     with_earlier,
 )
 from book.experiments import EXPERIMENTS
+from book.ledger.findings import Evidence
 from gpt2.config import make_config
 
 
@@ -47,6 +52,63 @@ def test_files_are_named_by_the_machine_that_trained_and_read_back(tmp_path):
     kept = latest("x", "cpu", tmp_path)
     assert kept.rows == kept.arm("a") == [{"arm": "a"}] and "16-core Some CPU" in kept.source
     assert latest("x", "mini", tmp_path) is None and archives("y", tmp_path) == []
+
+
+def kept_archive(name, rows, **source):
+    source = {
+        "preset": "cpu",
+        "corpus": "c",
+        "machine": "A",
+        "code": "1",
+        "duration_s": 2.0,
+    } | source
+    return Archive(Path(name), source, rows)
+
+
+def seeded(*seeds, arm="low"):
+    return [{"arm": arm, "seed": seed} for seed in seeds]
+
+
+def test_a_later_archive_adds_seeds_and_replaces_those_that_it_has():
+    old = kept_archive("old", seeded(0, 1) + seeded(0, 1, arm="fp32"), date="1")
+    new = kept_archive("new", seeded(1, 2, arm="fp32"), date="2", machine="B", code="2")
+    found = counting([old, new])
+    assert found.path == new.path
+    assert found.rows == seeded(0) + seeded(0, arm="fp32") + seeded(1, 2, arm="fp32")
+    told = found.provenance
+    assert told["machine"] == "A (seed 0); B (seeds 1, 2)" and told["code"] == "1, 2"
+    assert told["seeds"] == [0, 1, 2] and told["duration_s"] == 4.0 and told["date"] == "2"
+    assert str(archived(told)).startswith("A (seed 0); B (seeds 1, 2), preset cpu")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        kept_archive("old", seeded(1), date="1"),  # nothing new
+        kept_archive("old", seeded(0), date="1", preset="mini"),
+        kept_archive("old", seeded(0), date="1", corpus="another"),
+        kept_archive("old", [{"arm": "low"}], date="1"),  # of no seed
+    ],
+)
+def test_other_archives_are_left_out(other):
+    newest = kept_archive("new", seeded(1), date="2")
+    assert counting([other, newest]) is newest
+    assert counting([]) is None
+
+
+def test_archives_of_no_seeds_are_not_pooled():
+    newest = kept_archive("new", [{"tflops": 1.0}], date="2")
+    assert counting([kept_archive("old", seeded(0), date="1"), newest]) is newest
+
+
+def test_both_readers_pool(tmp_path):
+    for name, seeds in (("a", (0, 1)), ("b", (2,))):
+        source = provenance([run(seed) for seed in seeds], "cpu", "") | {"date": name}
+        told = {"experiment": "x", "provenance": source, "rows": seeded(*seeds)}
+        (tmp_path / "x").mkdir(exist_ok=True)
+        (tmp_path / "x" / f"{name}.json").write_text(json.dumps(told))
+    for found in (latest("x", "cpu", tmp_path), Evidence(tmp_path).archive("x")):
+        assert [row["seed"] for row in found.rows] == [0, 1, 2]
 
 
 def test_nothing_is_lost_of_an_archive_of_the_same_day(tmp_path):
