@@ -143,7 +143,7 @@ def kind_of(n: Numerics, probe: bool | str) -> str:
     if n.reference == "row":
         return "row"
     rounded = 7 in (_bits(n, "scores"), _bits(n, "unnormalized"))
-    wide = n.delta == "dO_O" and not (n.delta_output is n.delta_error is None)
+    wide = n.delta == "dO_O" and (n.delta_output, n.delta_error) != (None, None)
     return "running" if rounded or wide or n.softmax.kind != "safe" else "plain"
 
 
