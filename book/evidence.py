@@ -260,7 +260,7 @@ def counting(found: Sequence[Archive]) -> Archive | None:
         "duration_s": round(sum(p.get("duration_s") or 0.0 for p in sources), 1),
     }
     rows = [row for _, part, _ in parts for row in part]
-    complete = all(archive.complete for archive, *_ in parts)
+    complete = any(archive.complete for archive, *_ in parts)  # of the seeds it was to have
     return replace(newest, provenance=source, rows=rows, complete=complete)
 
 
