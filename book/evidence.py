@@ -252,7 +252,12 @@ def counting(found: Sequence[Archive]) -> Archive | None:
     if len(parts) < 2:
         return newest
     sources = [archive.provenance for archive, _, _ in parts]
-    told = [f"{_machine(a)} ({_seeds_in_words(seeds)})" for a, _, seeds in parts]
+    by_machine = {}
+    for archive, _, seeds in parts:
+        by_machine.setdefault(_machine(archive), []).extend(seeds)
+    told = [f"{name} ({_seeds_in_words(sorted(seeds))})" for name, seeds in by_machine.items()]
+    if len(told) == 1:
+        told = list(by_machine)
     source = newest.provenance | {
         "machine": "; ".join(told),
         "seeds": sorted(known),

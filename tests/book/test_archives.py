@@ -81,6 +81,8 @@ def test_a_later_archive_adds_seeds_and_replaces_those_that_it_has():
     assert told["machine"] == "A (seed 0); B (seeds 1, 2)" and told["code"] == "1, 2"
     assert told["seeds"] == [0, 1, 2] and told["duration_s"] == 4.0 and told["date"] == "2"
     assert str(archived(told)).startswith("A (seed 0); B (seeds 1, 2), preset cpu")
+    same = kept_archive("new", seeded(2), date="2")
+    assert counting([old, same]).provenance["machine"] == "A"
 
 
 @pytest.mark.parametrize(
