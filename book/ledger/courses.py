@@ -32,15 +32,20 @@ from .shares import mean_interval, wilson
 
 @rule
 def precedes(
-    evidence: Evidence, experiment: str, *, signal: str | None = None, failing: str = "low"
+    evidence: Evidence,
+    experiment: str,
+    *,
+    signal: str | None = None,
+    failing: str = "low",
+    bits: int | None = None,
 ) -> Finding:
     """Claimed: a run that fails shows an onset before its loss rises, first of `signal` if named.
 
     supported: in at least 4 of 5 failed runs; not supported: in none; partly: in between. Of ties
-    only runs that round their scores can tell.
+    only runs that round their scores can tell. bits: as of `prevents`.
     """
     archive = evidence.archive(experiment)
-    rows = [r for r in failing_rows(archive, failing) if r["kind"] == "diverged"]
+    rows = [r for r in failing_rows(archive, failing, bits) if r["kind"] == "diverged"]
     if signal == "tie_rate":
         rows = [r for r in rows if numerics_of(r).scores.format.fraction_bits < 23]
     if not rows:

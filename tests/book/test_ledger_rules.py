@@ -295,6 +295,9 @@ def test_precedes(archived):
     assert verdict(evidence, "precedes", signal="tie_rate") == NOT_SUPPORTED
     assert verdict(evidence, "precedes", ("y",)) == NOT_SUPPORTED
     assert verdict(evidence, "precedes", ("z",)) == PARTLY
+    assert verdict(evidence, "precedes", bits=7) == NOT_TESTED
+    evidence = archived(v=arm("low", *BAD, attention="paper", **onset(300)))
+    assert verdict(evidence, "precedes", ("v",), bits=7) == SUPPORTED
     untied = arm("low", *BAD, attention="exact,output_bits=2", **onset(300))
     evidence = archived(w=untied)
     assert verdict(evidence, "precedes", ("w",)) == SUPPORTED
