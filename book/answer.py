@@ -125,8 +125,8 @@ def by_bits(
     step `until` (None: its first), the same batches for each. options: those of `examine`."""
     steps = [step for step, _ in run.checkpoints()]
     step = max((s for s in steps if until is not None and s <= until), default=min(steps))
-    options |= dict(cache_dir=cache_dir)
-    options |= dict(corpus=load_corpus(run.config, cache_dir, progress=False))
+    corpus = load_corpus(run.config, cache_dir, progress=False)
+    options |= dict(cache_dir=cache_dir, corpus=corpus)
     found = {}
     for n in bits:
         attention = with_bits(run.config.attention, n)

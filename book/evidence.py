@@ -67,6 +67,10 @@ class Archive:
         return [row for row in self.rows if row["arm"] == name]
 
     @property
+    def machine(self) -> str | None:
+        return self.provenance.get("machine") or self.provenance.get("gpu")
+
+    @property
     def source(self) -> str:
         """One phrase for captions."""
         p = self.provenance
@@ -254,7 +258,7 @@ def counting(found: Sequence[Archive]) -> Archive | None:
     sources = [archive.provenance for archive, _, _ in parts]
     by_machine = {}
     for archive, _, seeds in parts:
-        by_machine.setdefault(_machine(archive), []).extend(seeds)
+        by_machine.setdefault(archive.machine, []).extend(seeds)
     told = [f"{name} ({_seeds_in_words(sorted(seeds))})" for name, seeds in by_machine.items()]
     if len(told) == 1:
         told = list(by_machine)
@@ -271,10 +275,6 @@ def counting(found: Sequence[Archive]) -> Archive | None:
 
 def _setting(archive: Archive) -> tuple:
     return tuple(archive.provenance.get(k) for k in ("preset", "corpus"))
-
-
-def _machine(archive: Archive) -> str:
-    return archive.provenance.get("machine") or archive.provenance.get("gpu") or "a machine"
 
 
 def _seeds_in_words(seeds: Sequence[int]) -> str:

@@ -201,10 +201,7 @@ def _carrier(groups) -> torch.dtype:
 
 
 def _wants_delta_output(groups) -> bool:
-    return any(
-        n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None)
-        for n, _ in groups
-    )
+    return any(n.own_delta_output for n, _ in groups)
 
 
 @cache  # kept for good: a CUDA graph may hold the address

@@ -403,6 +403,12 @@ def run(*, quick=False, limit_s: float | None = None, names=IMPLEMENTATIONS, pro
     return result | dict(left_out=len(skipped))
 
 
+def save(result: dict, path: str) -> None:
+    """Write what was measured as JSON, where folders may be missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1))
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="causal, two lengths")
@@ -424,9 +430,7 @@ def main(argv=None) -> None:
         print(table(result["rows"], result["ceiling_tflops"]))
     print(json.dumps(result["provenance"]))
     if args.json:
-        path = Path(args.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1))
+        save(result, args.json)
 
 
 if __name__ == "__main__":

@@ -258,13 +258,10 @@ def _finish(r: Rounder, rows, m, l, O_bar, O_hp, unseen, probe) -> ForwardResult
     divisor = l if unseen is None else l.masked_fill(unseen, 1.0)
     lse = r(m + l.log(), "lse")
     hp = delta_output = None
-    wanted = n.delta_error is not None or n.delta_output is not None
-    if wants_output(probe) or (n.delta == "dO_O" and wanted):
+    if wants_output(probe) or n.own_delta_output:
         hp = (O_hp / divisor).view(*rows, O_bar.shape[-1])
-    if n.delta == "dO_O" and n.delta_error is not None:
-        delta_output = hp
-    elif n.delta == "dO_O" and n.delta_output is not None:
-        delta_output = r(hp, "delta_output")
+    if n.own_delta_output:
+        delta_output = hp if n.delta_error is not None else r(hp, "delta_output")
     result = ForwardResult(
         out=r(O_bar / divisor, "output").view(*rows, O_bar.shape[-1]),
         lse=lse.view(rows),

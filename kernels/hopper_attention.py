@@ -143,8 +143,8 @@ def kind_of(n: Numerics, probe: bool | str) -> str:
     if n.reference == "row":
         return "row"
     rounded = 7 in (_bits(n, "scores"), _bits(n, "unnormalized"))
-    wide = n.delta == "dO_O" and (n.delta_output, n.delta_error) != (None, None)
-    return "running" if rounded or wide or n.softmax.kind != "safe" else "plain"
+    moved = n.softmax.kind != "safe"
+    return "running" if rounded or moved or n.own_delta_output else "plain"
 
 
 @lru_cache(maxsize=1)
@@ -255,9 +255,9 @@ def forward(
 # `flash` and `paper`.
 BACKWARD = dict(backward_probabilities=7, grad_probabilities=23, grad_scores=7, gradients=7)
 
-# As LEAST_KEYS, by head dimension: found faster at every length measured on an H200, T = 1,024 to
-# 16,384, causal.
-BACKWARD_LEAST_KEYS = {64: 512, 128: 512}
+# As LEAST_KEYS, at either head dimension: found faster at every length measured on an H200, T =
+# 1,024 to 16,384, causal.
+BACKWARD_LEAST_KEYS = 512
 
 
 def backward_refusal(
@@ -277,8 +277,9 @@ def backward_refusal(
         return why
     if shapes[0][1] != shapes[1][1]:
         return f"{shapes[0][1]} heads of queries and {shapes[1][1]} of keys: grouped queries"
-    least = BACKWARD_LEAST_KEYS[shapes[0][3]]
-    return _refused_few(shapes, causal, least) or _refused_places(shapes, strides, addresses)
+    if why := _refused_few(shapes, causal, BACKWARD_LEAST_KEYS):
+        return why
+    return _refused_places(shapes, strides, addresses)
 
 
 def never_backward(numerics: Numerics, capability) -> str | None:

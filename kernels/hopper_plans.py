@@ -17,14 +17,17 @@ class Plan:
     stages: buffers of each ring.
     early: whether P_bar is rounded before the product with the one before it is waited for, into
     registers of its own.
-    registers: per thread of a consumer; the producers' four warps take 24, and `launch_registers`
-    is the mean of the three groups.
+    registers: per thread of a consumer; the producers' four warps take 24.
     """
 
     stages: int = 2
     early: bool = False
     registers: int = 240
-    launch_registers: int = 168
+
+    @property
+    def launch_registers(self) -> int:
+        """Per thread at the launch: the mean of the three groups of four warps."""
+        return (2 * self.registers + 24) // 3
 
 
 # By kind (`hopper_attention.kind_of`), head dimension and whether causal. Timed at T = 1,024 to

@@ -332,8 +332,8 @@ def attend(
         start = gl.where(j == last, j * TILE, -1)
         p, acc, m, l, tally = step(
             p, acc, m, l, tally, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor, unit,
-            policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW,
-            ROUND_S, POLICY, PROBE, UNIT_EXACT)  # fmt: skip
+            policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
+            PROBE, UNIT_EXACT)  # fmt: skip
     if PROBE:
         tally = with_ones(tally, p)
     acc = ask_output(p, rings, acc, gv + last, STAGES)

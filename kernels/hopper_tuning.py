@@ -1,22 +1,21 @@
 """Which settings of the forward for Hopper GPUs are fastest: `python -m kernels.hopper_tuning`.
 
 Every plan of `candidates` is compiled, its bits are compared with those of the general kernel, and
-then all are timed turn by turn. Prints one table a case, in TFLOP/s, the general kernel last, and
-the tables `PLANS` and `LEAST_KEYS` of `kernels.hopper_plans` that follow from it.
+then all are timed turn by turn. Prints one table a case, in TFLOP/s, and the table `PLANS` of
+`kernels.hopper_plans` that follows. The general kernel comes last in each: `LEAST_KEYS` was read
+from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -45,7 +44,7 @@ def candidates(kind: str, head_dim: int) -> list[Plan]:
     stages = (2, 4) if plain and head_dim == 64 else (2,)
     early = (False, True) if plain else (False,)
     return [
-        Plan(stages=s, early=e, registers=r, launch_registers=(2 * r + 24) // 3)
+        Plan(stages=s, early=e, registers=r)
         for s, e, r in itertools.product(stages, early, (240, 216))
     ]
 
@@ -63,7 +62,7 @@ def forward(case, plan: Plan | str, q, k, v):
     choices = dict(numerics=parse_numerics(text), causal=causal, scale=1 / math.sqrt(head_dim))
     if plan == GENERAL:
         n, limit = choices["numerics"], triton_attention._shared_limit(q.device)
-        blocks = triton_attention._blocks("forward", n, head_dim, head_dim, 2, limit)
+        blocks = triton_attention._blocks("forward", n, head_dim, head_dim, 2, limit, probe)
         return triton_attention.forward(q, k, v, probe=probe, blocks=blocks, **choices)
     return hopper_attention.forward(q, k, v, probe=probe, plan=plan, **choices)
 
@@ -176,7 +175,7 @@ def main(argv=None) -> None:
             for case in times for (plan, length), ms in times[case].items()
         ]  # fmt: skip
         found = dict(provenance=bench.provenance(time.monotonic() - began), rows=rows)
-        Path(args.json).write_text(json.dumps(found))
+        bench.save(found, args.json)
 
 
 if __name__ == "__main__":

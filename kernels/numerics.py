@@ -190,6 +190,12 @@ class Numerics:
         kinds = ("random_sign", "shuffled", "injected", "random_direction", "fixed_direction")
         return drawn or (self.delta_error is not None and self.delta_error.kind in kinds)
 
+    @property
+    def own_delta_output(self) -> bool:
+        """Whether delta reads an O of its own, so that a forward keeps one beside the stored O."""
+        changed = self.delta_output is not None or self.delta_error is not None
+        return self.delta == "dO_O" and changed
+
     # -- text forms -------------------------------------------------------------------------------
 
     def to_dict(self) -> dict:

@@ -220,7 +220,6 @@ def forward_constants(n: Numerics, scale: float, probe: bool | str) -> dict:
 
     policy = n.softmax
     raw = _power_of_two(scale) or (_bits(n.scores) == 23 and policy.kind == "safe" and scale > 0)
-    high = n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None)
     hp_site = n.delta_output if n.delta_output is not None and n.delta_error is None else Site()
     return dict(
         RUNNING=n.reference == "running",
@@ -230,7 +229,7 @@ def forward_constants(n: Numerics, scale: float, probe: bool | str) -> dict:
         MONOTONE=scale > 0 and not _stochastic(n.scores),
         SUM_ROUNDED=n.row_sum_source == "rounded",
         P_DTYPE=_operand(n.probabilities),
-        HP=high,
+        HP=n.own_delta_output,
         PROBE=bool(probe),
         WIDE=wants_output(probe),
         UNIT_EXACT=not raw or _power_of_two(scale),
@@ -496,7 +495,7 @@ def empty_result(n: Numerics, q: Tensor, width: int, probe: bool | str) -> Forwa
     """What a forward fills, nothing written yet. width: Dv; each O in the order of q."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     result = ForwardResult(out=empty_rows(q, width, _storage(n.output)), lse=lse)
-    if n.delta == "dO_O" and (n.delta_output is not None or n.delta_error is not None):
+    if n.own_delta_output:
         fp32 = n.delta_output is None or n.delta_error is not None
         dtype = torch.float32 if fp32 else _storage(n.delta_output)
         result.delta_output = empty_rows(q, width, dtype)

@@ -108,13 +108,11 @@ def compile_hopper(
     head_dim: int = 64,
     causal: bool = True,
     probe: bool | str = False,
-    plan=None,
     usage: bool = True,
 ) -> Compiled:
     """Compile a kernel of `kernels.hopper_attention` for compute capability 9.0 as a launch would.
 
-    kernel: "forward", "grad_keys" or "grad_queries". plan: of a forward, else the one that serves.
-    Seconds per call.
+    kernel: "forward", "grad_keys" or "grad_queries". Seconds per call.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -122,7 +120,7 @@ def compile_hopper(
 
     from . import hopper_attention
 
-    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe, plan)
+    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe)
     options = {name: arguments[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants = {name: x for name, x in arguments.items() if name not in options}
     tile = hopper_attention.TILE if kernel == "forward" else hopper_attention.ROWS
@@ -146,7 +144,7 @@ def compile_hopper(
     )  # fmt: skip
 
 
-def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool | str, plan):
+def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool | str):
     """(function, arguments of its launch, blocks) of a kernel for Hopper GPUs."""
     from . import hopper_attention as hopper
 
@@ -154,7 +152,7 @@ def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool |
     if kernel == "forward":
         from .hopper_forward import hopper_forward_kernel
 
-        arguments = hopper.launch_arguments(n.key, scale, causal, probe, head_dim, plan)
+        arguments = hopper.launch_arguments(n.key, scale, causal, probe, head_dim, None)
         blocks = Blocks(rows, hopper.TILE, 12, arguments["STAGES"], arguments["maxnreg"])
         return hopper_forward_kernel, arguments, blocks
     from . import hopper_backward

@@ -204,8 +204,7 @@ def _of_recipe(found: Sequence[Archive], recipe: str) -> list[Archive]:
 
 def source(name: str, archive: Archive) -> str:
     """'failure: 16-core x86_64 CPU, 2026-11-29, not complete'."""
-    p = archive.provenance
-    told = f"{name}: {p.get('machine') or p.get('gpu')}, {p['date']}"
+    told = f"{name}: {archive.machine}, {archive.provenance['date']}"
     return told if archive.complete else f"{told}, not complete"
 
 
