@@ -51,6 +51,8 @@ from .records import collect
 from .regimes import REGIMES, get_recipe
 from .repeats import compare
 
+ARCHIVED = "archived"  # what --onset may name besides a step
+
 # -- archives -------------------------------------------------------------------------------------
 
 
@@ -278,6 +280,8 @@ def _setting(archive: Archive) -> tuple:
 
 
 def _seeds_in_words(seeds: Sequence[int]) -> str:
+    if not seeds:
+        return "none"
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
@@ -298,7 +302,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--recipe", help="in this recipe of book.regimes, such as tiny")
     p.add_argument(
-        "--onset", type=int, metavar="STEP", help="place forks by this onset, not the archived one"
+        "--onset",
+        metavar="STEP",
+        help="place forks by an onset at this step; `archived`: by that of each seed's archived "
+        "run, also where it went on to diverge",
     )
     p.add_argument("--seeds", help="only these, such as 0,1,2")
     p.add_argument("--arms", help="only these arms, separated by commas")
@@ -316,11 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         chosen = [with_settings(e, args.set) for e in _experiments(args.names, args.recipe)]
-        if args.recipe:
-            chosen = [with_onsets(e, args.recipe, Path(args.results)) for e in chosen]
-        if args.onset is not None:
-            chosen = [with_given_onset(e, args.onset) for e in chosen]
         seeds = None if args.seeds is None else seed_list(args.seeds)
+        chosen = [_placed(e, seeds, args) for e in chosen]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -440,6 +444,16 @@ def with_settings(experiment: Experiment, told: Sequence[str]) -> Experiment:
     return replace(experiment, base=(*experiment.base, *changes))
 
 
+def _placed(experiment: Experiment, seeds: Sequence[int] | None, args) -> Experiment:
+    """The experiment with its forks where the command line says."""
+    folder = Path(args.results)
+    if args.onset == ARCHIVED:
+        return with_archived_onset(experiment, args.recipe, seeds, folder)
+    if args.recipe:
+        experiment = with_onsets(experiment, args.recipe, folder)
+    return experiment if args.onset is None else with_given_onset(experiment, args.onset)
+
+
 def with_onsets(experiment: Experiment, recipe: str, folder: Path = RESULTS) -> Experiment:
     """The experiment with its forks placed by the recipe's archived onsets, where it has forks."""
     if experiment.parent is None:
@@ -448,17 +462,50 @@ def with_onsets(experiment: Experiment, recipe: str, folder: Path = RESULTS) -> 
     return replace(experiment, onsets=tuple(sorted(found.items())))
 
 
-def with_given_onset(experiment: Experiment, step: int) -> Experiment:
-    """The experiment with the forks of every seed placed by an onset at `step`, in no head known.
+def with_archived_onset(
+    experiment: Experiment,
+    recipe: str | None,
+    seeds: Sequence[int] | None = None,
+    folder: Path = RESULTS,
+) -> Experiment:
+    """The same where runs of the recipe went on to diverge: theirs need not be trained so far.
+
+    Raises ValueError without a recipe, without forks, and for seeds without an archived onset.
+    """
+    if recipe is None:
+        raise ValueError(f"--onset {ARCHIVED} needs a recipe whose onsets it is: add --recipe")
+    _must_fork(experiment, ARCHIVED)
+    found = archived_onsets(searched(folder), recipe, failed=True)
+    seeds = experiment.seeds if seeds is None else seeds
+    if lacking := [seed for seed in seeds if seed not in found]:
+        raise ValueError(
+            f"--onset {ARCHIVED}: no onset of {recipe} is archived for {_seeds_in_words(lacking)}"
+            f"; there are {_seeds_in_words(sorted(found))}, name some with --seeds"
+        )
+    return replace(experiment, onsets=tuple((seed, found[seed]) for seed in seeds))
+
+
+def with_given_onset(experiment: Experiment, told: str) -> Experiment:
+    """The experiment with the forks of every seed placed by an onset at that step, in no head
+    known.
 
     Raises ValueError for an experiment without forks and for a step that leaves no room.
     """
-    if experiment.parent is None:
-        raise ValueError(f"--onset {step}: {experiment.name} has no forks to place; leave it out")
+    try:
+        step = int(told)
+    except ValueError:
+        words = f"--onset {told!r} is no step; write a whole number, or {ARCHIVED}"
+        raise ValueError(words) from None
+    _must_fork(experiment, told)
     if step < 2:
         raise ValueError(f"--onset {step} leaves no step before it; give one of at least 2")
     given = Onset(step, "given", None, None, math.nan, math.nan)
     return replace(experiment, onsets=tuple((seed, given) for seed in experiment.seeds))
+
+
+def _must_fork(experiment: Experiment, told: str) -> None:
+    if experiment.parent is None:
+        raise ValueError(f"--onset {told}: {experiment.name} has no forks to place; leave it out")
 
 
 def _experiments(names: Sequence[str], recipe: str | None) -> list[Experiment]:

@@ -100,18 +100,21 @@ def _outliving(row: Mapping, failing_step: int | None) -> Mapping:
     return row | {"kind": "healthy", "outcome": row["outcome"] | {"kind": "healthy"}}
 
 
-def archived_onsets(rows: Sequence[Mapping], recipe: str) -> dict[int, Onset]:
+def archived_onsets(
+    rows: Sequence[Mapping], recipe: str, *, failed: bool = False
+) -> dict[int, Onset]:
     """Seed -> onset of the recipe's low-precision run, for seeds of which no run failed.
 
-    rows: as for `judged`. Of several runs of a seed the last one counts.
+    rows: as for `judged`. Of several runs of a seed the last one counts. failed: for seeds of
+    which a run did, too.
     """
     mine = [row for row in rows if row["recipe"] == recipe]
     low = [row for row in judged(mine) if row["arm"] == LOW and row["forked_at"] is None]
-    failed = {row["seed"] for row in low if row["kind"] in FAILED}
+    left_out = set() if failed else {row["seed"] for row in low if row["kind"] in FAILED}
     return {
         row["seed"]: Onset(**row["onset"])
         for row in low
-        if row["onset"] is not None and row["seed"] not in failed
+        if row["onset"] is not None and row["seed"] not in left_out
     }
 
 

@@ -40,11 +40,24 @@ def test_the_parent_is_trained_to_where_forks_start_and_the_twin_comes_along():
 
 
 def test_an_onset_can_be_given_to_experiments_with_forks(capsys):
-    placed = evidence.with_given_onset(BUILDERS["sites"]("mini-lr3"), 12_000)
+    placed = evidence.with_given_onset(BUILDERS["sites"]("mini-lr3"), "12000")
     assert fork_step(None, 0.25, placed.onset(3)) == 9_600 and placed.onset(3).head is None
-    for name, step, why in (("failure", "9", "no forks"), ("sites", "1", "no step before it")):
+    wrong = (("failure", "9", "no forks"), ("sites", "1", "no step before"), ("sites", "x", "'x'"))
+    for name, step, why in (*wrong, ("sites", "archived", "seeds 0, 1")):  # tiny has no onset
         assert evidence.main([name, "--recipe", "tiny", "--onset", step]) == 2
         assert why in capsys.readouterr().err
+    assert evidence.main(["errors-forked", "--onset", "archived"]) == 2
+    assert "--recipe" in capsys.readouterr().err
+
+
+def test_forks_lie_at_the_archived_onset_of_a_run_that_then_diverged():
+    """The first head of the groups is the one in which the onset was, which no norm may tell."""
+    recipe = "mini-d12-w192-lr3"
+    asked = BUILDERS["isolation"](recipe)
+    assert not evidence.with_onsets(asked, recipe).onsets  # they diverged: shares of that, else
+    placed = evidence.with_archived_onset(asked, recipe, [0, 1])
+    assert [(s, o.layer, o.head) for s, o in placed.onsets] == [(0, 2, 0), (1, 2, 1)]
+    assert [fork_step(None, 0.25, placed.onset(s)) for s in (0, 1)] == [3_520, 2_320]
 
 
 def test_the_head_of_the_onset_leads_the_groups():

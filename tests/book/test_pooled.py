@@ -135,7 +135,7 @@ def test_a_stop_archives_what_has_ended_but_no_parent_alone(
 
 
 def test_what_crashes_or_cannot_be_had_takes_nothing_else_along(toy, pooled):
-    whole = evidence.with_given_onset(BUILDERS["failure-forked"]("toy"), 20)
+    whole = evidence.with_given_onset(BUILDERS["failure-forked"]("toy"), "20")
     low, same, twin = (whole.arm(name) for name in ("low", "same", "delta_fp32"))
     crash = Arm("crash", low.attention, "", changes=(("qk_clip", 1.0), ("qk_norm", True)))
     arms = (low, crash, replace(same, name="bad", attention="exakt"), same, twin)
@@ -151,7 +151,7 @@ def test_what_crashes_or_cannot_be_had_takes_nothing_else_along(toy, pooled):
 
 def test_a_fork_does_not_wait_for_other_runs_from_scratch(toy, pooled):
     """With the runs of `pooled` in the store, and `failure` asked for beside its forks."""
-    forked = evidence.with_given_onset(BUILDERS["failure-forked"]("toy"), 20)
+    forked = evidence.with_given_onset(BUILDERS["failure-forked"]("toy"), "20")
     pool = many.Pool(RunStore(toy.folder / "pooled" / "runs"), cache_dir=toy.folder / "data")
     asked = dict(arms=["low", "fp32"], seeds=[0], progress=False)
     found = PooledExperiments([BUILDERS["failure"]("toy"), forked], pool, **asked)
