@@ -279,7 +279,7 @@ def hopper_grad_keys_kernel(
             buffers(delta_desc, STAGES))  # fmt: skip
     kept = (kept_bufs, barriers(PARTS, 1), barriers(PARTS, 1))
     walked = (bufs, barriers(STAGES, 1), barriers(STAGES, PARTS))
-    still = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
+    still = barriers(1, 1).index(0)
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
     outputs = (dk_ptr, dv_ptr, (dk_b, dk_h, dk_t), scale)
@@ -312,7 +312,7 @@ def hopper_grad_queries_kernel(
     bufs = (buffers(k_desc, STAGES), buffers(v_desc, STAGES))
     kept = (kept_bufs, barriers(PARTS, 1), barriers(PARTS, 1))
     walked = (bufs, barriers(STAGES, 1), barriers(STAGES, PARTS))
-    still = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
+    still = barriers(1, 1).index(0)
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
     outputs = (dq_ptr, (dq_b, dq_h, dq_t), scale)
