@@ -8,6 +8,7 @@ of the rms of e at its step, as a mean over the steps up to the run's first sign
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,23 +148,31 @@ def slopes(found: Mapping[int, Parts]) -> np.ndarray:
 
 @styled
 def bits_figure(found: Mapping[int, Parts]) -> Figure:
-    """Answer and rest against the fraction bits, per head, with two standard errors of batches."""
+    """Answer and rest against the fraction bits, per head, with two standard errors of batches.
+
+    Beyond six heads a colour stands for a layer.
+    """
     figure, axes = subplots(1, 2, height=2.9)
     bits = np.array(list(found))
+    heads = found[bits[0]].answer.shape[1:]
+    by_layer = math.prod(heads) > len(DASHES)
     for axis, name, title in zip(axes, ("answer", "clean"), ("dO's answer", "with a clean dO")):
         draws = 100 * np.stack([getattr(parts, name) for parts in found.values()])
         means, errors = draws.mean(1), 2 * draws.std(1, ddof=1) / draws.shape[1] ** 0.5
-        for number, place in enumerate(np.ndindex(means.shape[1:])):
-            look = {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number % 6]}
-            bars = dict(yerr=errors[:, *place], capsize=2, label="L{} H{}".format(*place))
-            axis.errorbar(bits, means[:, *place], **bars, **look)
+        for number, place in enumerate(np.ndindex(heads)):
+            look, label = place[0] if by_layer else number, "L{} H{}".format(*place)
+            if by_layer:
+                label = f"layer {look}" if place[1] == 0 else None
+            style = dict(color=PALETTE[look % len(PALETTE)], linestyle=DASHES[look % len(DASHES)])
+            bars = dict(yerr=errors[:, *place], capsize=2, label=label)
+            axis.errorbar(bits, means[:, *place], **bars, **style)
         axis.set(xlabel="fraction bits", title=title, xticks=bits)
         if name == "answer":
             line = means[0].max() * 2.0 ** (bits[0] - bits)
             axis.plot(bits, line, color=INK, alpha=0.25, linewidth=4, label="half with every bit")
             axis.set(yscale="log", ylabel="% of the rms of e")
     axes[1].axhline(0, color=INK, linewidth=0.8)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
     return figure
 
 

@@ -24,7 +24,7 @@ from .isolation_figures import by_arm, head_values
 from .tables import head_name, markdown_table, number, step_text
 from .verdicts import counted, tested, untested_words
 
-_MIDDLE = torch.tensor([0.025, 0.975], dtype=torch.float64)
+SIGNS = torch.tensor([0.025, 0.975], dtype=torch.float64)
 Moments = Mapping[tuple[int, int], Sequence[Moment]]
 
 
@@ -78,7 +78,7 @@ def stage_table(chosen: Mapping[str, Moment]) -> Markdown:
                 f"{c.explained:.2f}",
                 f"{c.gain:.2f}",
                 f"{c.null.mean:.2f} ± {c.null.sd:.2f}",
-                "{:.2f} to {:.2f}".format(*moment.random_signs.quantile(_MIDDLE).tolist()),
+                "{:.2f} to {:.2f}".format(*moment.random_signs.quantile(SIGNS).tolist()),
                 f"{c.approximation_cosine:+.2f}",
             ]
         )

@@ -8,7 +8,7 @@ from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 
 from ..chapter1 import dial_points
 from ..evidence import Archive
-from ..records import FAILED
+from ..records import FAILED, failed_step
 from ..survival import fit
 from .findings import (
     MOST,
@@ -171,29 +171,24 @@ def stays_finite(evidence: Evidence, experiment: str, *, arms: list[str]) -> Fin
     return combine(parts or [untested()])
 
 
+CONTROLS = ("same", "sham")  # forks in which nothing is changed, or is by the same amount
+
+
 @rule_over_all
 def holds_off(
-    evidence: Evidence,
-    experiments: Sequence[str],
-    *,
-    arms: str | list[str],
-    bits: int,
-    control: str = "same",
+    evidence: Evidence, experiments: Sequence[str], *, arms: str | list[str], bits: int
 ) -> Finding:
-    """Claimed: forks of each of `arms` show no onset where `control`, unchanged, shows one.
+    """Claimed: forks of each of `arms` show no onset where one of CONTROLS shows one.
 
     Forks of one state on the same batches; bits: where the control rounds O_bar to so many. A fork
     counts if it showed an onset or failed, or lived 1.5 times the steps to the control's onset.
     supported: none showed either; not supported: at least 4 of 5 did; partly: in between.
     """
-    due, parts, short = {}, [], 0
     forks = list(_forks(evidence, experiments))
-    for _, archive, row in forks:
-        onset = row["onset_step"] if row["arm"] == control else None
-        if onset is not None and fraction_bits(row) == bits:
-            due[_place(archive, row)] = onset
+    due = _onsets(forks, bits)
     if not due:
         return untested(f"no fork without a change shows an onset with {bits} fraction bits")
+    parts, short = [], 0
     for arm in names(arms):
         counted = []
         for name, archive, row in forks:
@@ -209,6 +204,48 @@ def holds_off(
     why = f"{short} fork{'s' * (short > 1)} without a sign ended before {HEALTHY_FACTOR:g} times "
     why += "the steps to the control's onset"
     return combine(parts or [untested(why) if short else untested()])
+
+
+@rule_over_all
+def hastens(
+    evidence: Evidence, experiments: Sequence[str], *, arms: str | list[str], bits: int
+) -> Finding:
+    """Claimed: forks of each of `arms` fail before one of CONTROLS shows so much as its onset.
+
+    Forks of one state on the same batches; bits: as for `holds_off`. A fork counts if it failed or
+    came as far as that onset. supported: at least 4 of 5 did; partly: fewer; not supported: none.
+    """
+    forks = list(_forks(evidence, experiments))
+    due, parts = _onsets(forks, bits), []
+    for arm in names(arms):
+        mine = [f for f in forks if f[2]["arm"] == arm and _place(*f[1:]) in due]
+        counted = [f for f in mine if _failed(f[2]) or f[2]["steps"] >= due[_place(*f[1:])]]
+        if not counted:
+            continue
+        sooner = [
+            f[2] for f in counted if _failed(f[2]) and failed_step(f[2]) < due[_place(*f[1:])]
+        ]
+        hits, runs = len(sooner), len(counted)
+        verdict = SUPPORTED if hits >= MOST * runs else PARTLY if hits else NOT_SUPPORTED
+        share = wilson(hits, runs)
+        name, archive, row = counted[0]
+        words = f"{row['label']} failed before the control's onset in {hits} of {runs} forks"
+        words += f" ({100 * share.low:.0f} to {100 * share.high:.0f} %)"
+        if sooner:
+            after = sorted(failed_step(r) - r["forked_at"] for r in sooner)
+            words += f", after {', '.join(f'{n:,}' for n in after)} steps"
+        more = common(name, archive, [row for _, _, row in counted])
+        parts.append(standing(verdict, words, runs, strength=share.low, **more))
+    return combine(parts or [untested()])
+
+
+def _onsets(forks: Sequence[tuple], bits: int) -> dict[tuple, int]:
+    """Where an unchanged fork of a state shows its onset, by state."""
+    return {
+        _place(archive, row): row["onset_step"]
+        for _, archive, row in forks
+        if row["arm"] in CONTROLS and row["onset_step"] is not None and fraction_bits(row) == bits
+    }
 
 
 def _forks(evidence: Evidence, experiments: Sequence[str]) -> Iterator[tuple]:
@@ -228,8 +265,12 @@ def _place(archive: Archive, row: Mapping) -> tuple:
     return recipe_of(archive, row), row["seed"], row["forked_at"], code
 
 
+def _failed(row: Mapping) -> bool:
+    return row["kind"] in FAILED
+
+
 def _showed(row: Mapping) -> bool:
-    return row["kind"] in FAILED or row["onset_step"] is not None
+    return _failed(row) or row["onset_step"] is not None
 
 
 def _held_off(counted: Sequence[tuple[str, Archive, Mapping]]) -> Finding:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..bf16_heads import FAILING, kept_heads
 from ..evidence import Archive
 from .findings import (
     NOT_SUPPORTED,
@@ -13,6 +14,8 @@ from .findings import (
     SUPPORTED,
     Evidence,
     Finding,
+    fraction_bits,
+    regime,
     rule,
     source,
     standing,
@@ -79,6 +82,32 @@ def _captured(name: str, archive: Archive, rows: Sequence[Mapping]) -> dict:
         "sources": (source(name, archive),),
         "where": f"heads of failing runs, {rows[0]['arm']}, {archive.provenance['preset']} preset",
     }
+
+
+@rule
+def kept_alike(evidence: Evidence, experiment: str, *, alike: float, bits: int) -> Finding:
+    """Claimed: the terms (PK)[T]^T X[T] of heads captured in a failing run are alike.
+
+    Mean cosine of two terms; bits: where that run rounds O_bar to so many. supported: at least `alike` in every capture; partly: in some; else
+    not.
+    """
+    kept = kept_heads(evidence.folder, experiment)
+    if kept is None or fraction_bits(kept.archive.arm(FAILING)[0]) != bits:
+        return untested(f"no head of a failing run with {bits} fraction bits is archived")
+    low, twin = ([m.coherence.mean_cosine for m in of] for of in (kept.failing, kept.healthy))
+    reached = sum(x >= alike for x in low)
+    verdict = SUPPORTED if reached == len(low) else PARTLY if reached else NOT_SUPPORTED
+    effect = f"mean cosine of two terms {min(low):+.2f} to {max(low):+.2f} in {len(low)} captures "
+    effect += "of the failing run"
+    if twin:
+        effect += f", {min(twin):+.2f} to {max(twin):+.2f} in {len(twin)} of its healthy twin"
+    rows = kept.archive.arm(FAILING)
+    more = {
+        "seeds": tuple(r["seed"] for r in rows),
+        "sources": (source(experiment, kept.archive),),
+        "where": regime(experiment, kept.archive, rows[0]),
+    }
+    return standing(verdict, effect, len(rows), strength=max(0.0, min(low)), **more)
 
 
 # -- several processes, a trained model, a benchmark ----------------------------------------------

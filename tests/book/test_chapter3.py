@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -300,6 +301,13 @@ def test_a_square_of_the_error_halves_in_its_rms_with_every_bit():
     assert "-1.00 ± 0.00 log2 per fraction bit" in words and "in 12 of 12 heads" in words
     left, right = answer.bits_figure(found).axes
     assert left.get_yscale() == "log" and len(right.containers) == 4
+    many = {b: answer.Parts(*(np.tile(x, (1, 2, 3)) for x in parts)) for b, parts in found.items()}
+    with warnings.catch_warnings():  # of a legend that leaves no room
+        warnings.simplefilter("error")
+        figure = answer.bits_figure(many)
+        figure.canvas.draw()
+    told = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert told == ["half with every bit", *(f"layer {i}" for i in range(4))]
     assert answer.with_bits("paper", 5) == "paper,matched_bits=5"
     assert answer.with_bits("paper,output_bits=4", 5) == "paper,output_bits=5"
 

@@ -1,10 +1,11 @@
 """Every rule turns: archives that say otherwise get another verdict."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from book.ledger import Evidence
+from book.ledger import Evidence, measures
 from book.ledger.findings import (
     NOT_SUPPORTED,
     NOT_TESTED,
@@ -385,6 +386,25 @@ def test_directions_alike(archived):
     assert found == [SUPPORTED, PARTLY, NOT_SUPPORTED]
 
 
+def test_kept_alike(archived, monkeypatch):
+    """Captures of the failing run decide, those of its twin are told."""
+    evidence = archived(x=arm("captured", "onset", attention="paper"))
+
+    def told(*cosines, bits=7):
+        moments = [SimpleNamespace(coherence=SimpleNamespace(mean_cosine=c)) for c in cosines]
+        kept = SimpleNamespace(failing=moments, healthy=moments[:1], archive=evidence.archive("x"))
+        monkeypatch.setattr(measures, "kept_heads", lambda folder, name: kept if cosines else None)
+        return apply("kept_alike", {"alike": 0.5, "bits": bits}, evidence, ["x"])
+
+    assert told().verdict == told(0.9, bits=2).verdict == NOT_TESTED
+    points = [told(*c).effect.split(", mean")[0] for c in ((0.9, 0.8), (0.9, 0.2), (0.1, 0.2))]
+    assert [p.rpartition(": ")[2] for p in points] == [
+        "as claimed", "partly as claimed", "against the claim"
+    ]  # fmt: skip
+    assert "+0.80 to +0.90 in 2 captures" in told(0.9, 0.8).effect
+    assert "+0.90 to +0.90 in 1 of its healthy twin" in told(0.9, 0.8).effect
+
+
 def test_adds_up(archived):
     evidence = archived(
         x=five(coherent_gain=[3, 3, 3, 3]),
@@ -603,6 +623,28 @@ def test_holds_off(archived):
     assert told("good", "alone").verdict == NOT_TESTED
     assert told(["good", "bad"], "a").verdict == PARTLY
     assert apply("holds_off", {"arms": "good", "bits": 2}, evidence, ["a"]).verdict == NOT_TESTED
+    sham = archived(s=forks("sham", five, onset=1000) + forks("good", five))
+    assert apply("holds_off", asked | {"arms": "good"}, sham, ["s"]).verdict == SUPPORTED
+
+
+def test_hastens(archived):
+    """A fork that fails hastens the failure if it does so before the unchanged one's onset."""
+
+    def forks(name, kind, steps, onset=None):
+        made = arm(name, *[kind] * 5, step=steps, attention="paper", forked_at=900)
+        return [r | {"onset_step": onset, "run": f"{name}{r['seed']}"} for r in made]
+
+    evidence = archived(
+        a=forks("sham", "onset", 3000, onset=1000) + forks("soon", "diverged", 950)
+        + forks("late", "diverged", 1500) + forks("well", "stable", 1500)
+        + forks("cut", "stable", 990)
+    )  # fmt: skip
+    found = {n: apply("hastens", {"arms": n, "bits": 7}, evidence, ["a"]) for n in
+             ("soon", "late", "well", "cut")}  # fmt: skip
+    assert [f.verdict for f in found.values()] == [
+        SUPPORTED, NOT_SUPPORTED, NOT_SUPPORTED, NOT_TESTED
+    ]  # fmt: skip
+    assert "in 5 of 5 forks" in found["soon"].effect and "after 50, 50" in found["soon"].effect
 
 
 def test_every_rule_is_turned_by_a_test_of_this_file():
