@@ -33,7 +33,8 @@ OTHER = {
     "size-deep": "Twice as deep",
     "size-gpt2s": "In the size of GPT-2 small",
 }
-CONTROL = "same"  # the fork in which nothing changes
+# Forks in which nothing changes, or which make the same error another way, the best one first.
+CONTROLS = ("same", "captured", "sham")
 LATE = 1_000  # steps before the end of the shortest fork, over which forks are compared
 
 
@@ -80,13 +81,15 @@ def fork_groups(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
             recipe, seed, start, code = place
             name = f"{recipe}, seed {seed}, from step {start:,}"
             name += f", code {code}" if name in groups else ""
-            groups[name] = sorted(forks, key=lambda r: r["arm"] != CONTROL)
+            first = control_of(forks)
+            groups[name] = sorted(forks, key=lambda r: r is not first)
     return groups
 
 
 def control_of(forks: Sequence[Mapping]) -> Mapping | None:
-    """The fork in which nothing changes, where it shows an onset."""
-    return next((r for r in forks if r["arm"] == CONTROL and r["onset_step"] is not None), None)
+    """The best of CONTROLS among them, where one shows an onset."""
+    shown = {r["arm"]: r for r in forks if r["onset_step"] is not None}
+    return next((shown[arm] for arm in CONTROLS if arm in shown), None)
 
 
 def by_onset(rows: Sequence[Mapping]) -> set[str]:
@@ -96,15 +99,20 @@ def by_onset(rows: Sequence[Mapping]) -> set[str]:
 
 
 def compared_to(forks: Sequence[Mapping]) -> int:
-    """The step up to which all forks but those that failed are known; of failed ones the last."""
+    """The step up to which forks are compared: the last one of the shortest.
+
+    Of those that did not fail and came at least half as far as the farthest; else of all the last.
+    """
     last = max(row["steps"] for row in forks)
-    return min((row["steps"] for row in forks if row["kind"] not in FAILED), default=last)
+    half = (last + forks[0]["forked_at"]) / 2
+    lived = [row["steps"] for row in forks if row["kind"] not in FAILED]
+    return min((steps for steps in lived if steps >= half), default=last)
 
 
 def late_mean(row: Mapping, name: str, end: int) -> float | None:
     """Mean of a signal of the worst head over the LATE steps up to `end`.
 
-    None if it is not recorded, and of a fork that failed before.
+    None if it is not recorded, and of a fork that ended before.
     """
     if row["steps"] < end:
         return None
@@ -125,8 +133,9 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
     words = (
         f"Forks in recipe {forks[0]['recipe']}, seed {forks[0]['seed']}, from step "
         f"{forks[0]['forked_at']:,}, on the same batches. *Tied rows* (share) and *norm*: worst "
-        f"head, mean over the {LATE:,} steps up to {end:,}, where the shortest fork that did not "
-        "fail ended. Where no score is rounded, rows do not tie."
+        f"head, mean over the {LATE:,} steps up to {end:,}, where the shortest fork ended of "
+        "those that did not fail and came half as far as the farthest. Where no score is rounded, "
+        "rows do not tie."
     )
     return Markdown(f"{words}\n\n{markdown_table(header, lines).data}")
 
@@ -151,19 +160,27 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
         return ""
     end, due = compared_to(forks), control["onset_step"]
     ties = late_mean(control, "tie_rate", end)
-    told = [
+    what = "with the same error" if control["arm"] == "sham" else "without a change"
+    words = (
         f"Forks of one state in bf16 ({control['recipe']}, seed {control['seed']}, step "
-        f"{control['forked_at']:,}): without a change the onset came at step {due:,}, with "
-        f"{number(ties, 2)} of the worst head's rows tied over the {LATE:,} steps up to {end:,}"
-    ]
-    for row in others:
-        share = late_mean(row, "tie_rate", end)
-        ties = "" if share is None else f"{number(share, 2)}, "
-        told.append(f"{row['label']}: {ties}{_sign(row)}")
+        f"{control['forked_at']:,}): {what} the onset came at step {due:,}, with "
+        f"{number(ties, 2)} of the worst head's rows tied over the {LATE:,} steps up to {end:,}."
+    )
+
+    def told(rows: Sequence[Mapping]) -> str:
+        shares = [(row, late_mean(row, "tie_rate", end)) for row in rows]
+        return "; ".join(
+            f"{row['label']}: {'' if share is None else f'{number(share, 2)}, '}{_sign(row)}"
+            for row, share in shares
+        )
+
     alive = [r for r in others if r["onset_step"] is None and r["kind"] not in FAILED]
+    signed = [r for r in others if r not in alive]
     outlived = sum(is_healthy(r["steps"], due) for r in alive)
-    words = "; ".join(told) + (
-        f". Of the {len(alive)} forks without a sign {outlived} went on for {HEALTHY_FACTOR:g} "
+    words += f" With a sign as well: {told(signed)}." if signed else ""
+    words += f" Without: {told(alive)}." if alive else ""
+    words += (
+        f" Of the {len(alive)} forks without a sign {outlived} went on for {HEALTHY_FACTOR:g} "
         "times the control's steps to its onset, as a judgement asks."
     )
     moved = known is not None and known["onset_step"] not in (None, due)

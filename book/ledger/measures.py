@@ -88,8 +88,8 @@ def _captured(name: str, archive: Archive, rows: Sequence[Mapping]) -> dict:
 def kept_alike(evidence: Evidence, experiment: str, *, alike: float, bits: int) -> Finding:
     """Claimed: the terms (PK)[T]^T X[T] of heads captured in a failing run are alike.
 
-    Mean cosine of two terms; bits: where that run rounds O_bar to so many. supported: at least `alike` in every capture; partly: in some; else
-    not.
+    Mean cosine of two terms; bits: where that run rounds O_bar to so many. supported: at least
+    `alike` in every capture; partly: in some; else not.
     """
     kept = kept_heads(evidence.folder, experiment)
     if kept is None or fraction_bits(kept.archive.arm(FAILING)[0]) != bits:

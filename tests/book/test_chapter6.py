@@ -330,6 +330,10 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     assert [r["arm"] for r in forks] == ["same", "sfa7", "delta_fp32", "mirror"]
     table = arms.fork_table(forks).data
     assert "up to 12,000, where the shortest" in table  # the one that failed aside
+    short = [*forks, fork("cut", "stable", 10_000, 0.9)]
+    assert arms.compared_to(short) == 12_000 and "| cut | stable to 10,000 | none" in (
+        arms.fork_table(short).data
+    )
     assert "| sfa7 | nonfinite at 9,000 | none | none | 1.500 | `sfa7` |" in table
     assert "| mirror | stable to 12,000 | 0.200 | 20.0 | 1.500 | `mirror` |" in table
     assert "stand further down" in arms.arm_tables(rows).data
@@ -337,10 +341,14 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     (told,) = c6.forks_lines(rows)
     assert "sfa7: nonfinite at 9,000" in told
     assert "onset came at step 11,900, with 0.50 of" in told
+    assert "With a sign as well: sfa7: nonfinite at 9,000. Without: " in told
     assert "mirror: 0.20, no sign by 12,000. Of the 2 forks without a sign 0 went on" in told
     assert "other code the same seed had its onset at 11,000" in told
     assert told in c6.what_you_saw(rows, "").data
     assert "onset at 11,900" in str(arms.fork_figure(forks))
+    sham = [r | {"arm": "sham"} if r["arm"] == "same" else r for r in rows]
+    assert arms.control_of(sham)["arm"] == "sham" and arms.control_of([*sham, control]) == control
+    assert "with the same error the onset came at step 11,900" in c6.forks_lines(sham)[0]
     without = [r for r in rows if r["arm"] != "same"]
     assert c6.forks_lines(without) == [] and arms.by_onset(without) == set()
     assert arms.fork_groups([control | {"source": {"code": "new"}}]) == {}  # one alone
