@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpt2.config import make_config
+from gpt2.config import make_config, parse_assignments
 from gpt2.many import Pool
 from gpt2.outcomes import Onset, Outcome
 from gpt2.runs import Run, RunStore
@@ -434,14 +434,9 @@ def _tell(chosen: Sequence[Experiment], seeds: Sequence[int] | None) -> None:
 
 def with_settings(experiment: Experiment, told: Sequence[str]) -> Experiment:
     """The experiment with "key=value" settings in every run. Raises ValueError for a bad one."""
-    changes = []
-    for text in told:
-        key, sign, value = text.partition("=")
-        if not sign:
-            raise ValueError(f"--set {text!r} is no setting; write it as key=value")
-        changes.append((key, value))
-    make_config(experiment.preset, dict(changes))
-    return replace(experiment, base=(*experiment.base, *changes))
+    changes = parse_assignments(told)
+    make_config(experiment.preset, changes)
+    return replace(experiment, base=(*experiment.base, *changes.items()))
 
 
 def _placed(experiment: Experiment, seeds: Sequence[int] | None, args) -> Experiment:

@@ -18,7 +18,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import torch
 
 from . import hardware
 from .batches import BatchIndex, evaluation_starts
-from .config import RunConfig, make_config
+from .config import RunConfig, make_config, parse_assignments
 from .distributed import Group, join, leave
 from .loop import Trainer
 
@@ -212,14 +211,6 @@ def bench(presets, implementations, *, limit_s: float, overrides: dict, say=None
     return found if group.writer else {}
 
 
-def settings(told: Sequence[str]) -> dict[str, str]:
-    """{"compile": "blocks"} of ["compile=blocks"]. Raises ValueError for what is no setting."""
-    for text in told:
-        if "=" not in text:
-            raise ValueError(f"--set {text!r} is no setting; write it as key=value")
-    return dict(text.split("=", 1) for text in told)
-
-
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m gpt2.bench",
@@ -237,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
             args.presets.split(","),
             args.implementations.split(","),
             limit_s=args.limit_s,
-            overrides=settings(args.set),
+            overrides=parse_assignments(args.set),
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

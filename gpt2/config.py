@@ -167,12 +167,12 @@ def read_config_file(path) -> dict:
 
 
 def parse_assignments(pairs) -> dict:
-    """['learning_rate=1e-3', ...] to a dict of texts. Raises ValueError without an '='."""
+    """{"compile": "blocks"} of ["compile=blocks"]. Raises ValueError for what is no setting."""
     out = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"{pair!r} is not key=value")
+            raise ValueError(f"{pair!r} is no setting; write it as key=value")
         out[key.strip()] = value.strip()
     return out
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from .bench import VOCABULARY, settings
+from .bench import VOCABULARY
 from .children import ChildError, Machine
-from .config import RunConfig, changes_from_preset, make_config
+from .config import RunConfig, changes_from_preset, make_config, parse_assignments
 from .runs import Run, RunStore
 
 NEVER = 1_000_000  # an interval that no run here reaches
@@ -66,7 +66,7 @@ def study(
 
 def _bench(config: RunConfig, numerics: Sequence[str], changes: tuple[str, ...]) -> tuple:
     """`Study.bench`, one entry for each numerics; the config refuses what it does not know."""
-    make_config(config.preset, settings(changes))
+    make_config(config.preset, parse_assignments(changes))
     timed = (config.at(attention=name).attention for name in numerics)
     return tuple((config.preset, name, changes) for name in timed)
 

@@ -68,8 +68,11 @@ class Shape:
         return total / 2 if self.causal else total
 
 
-def shapes(quick: bool = False, tokens: int = 32_768) -> list[Shape]:
-    """The grid: causal and not, head dim 64 and 128, T = 512 to 16,384."""
+TOKENS = 32_768  # of a call, at every length
+
+
+def shapes(quick: bool = False, tokens: int = TOKENS) -> list[Shape]:
+    """The grid: causal and not, head dim 64 and 128, T = 512 to 16,384, `tokens` of each."""
     lengths = (1024, 4096) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     return [
         Shape(causal, head_dim, length, max(tokens // length, 1), 768 // head_dim)
@@ -375,11 +378,18 @@ def _key(row: dict) -> tuple:
     return row["direction"], row["causal"], row["head_dim"], row["seq_len"]
 
 
-def run(*, quick=False, limit_s: float | None = None, names=IMPLEMENTATIONS, progress=print):
+def run(
+    *,
+    quick=False,
+    limit_s: float | None = None,
+    names=IMPLEMENTATIONS,
+    tokens: int = TOKENS,
+    progress=print,
+):
     """All rows within about `limit_s` seconds: {'provenance', 'ceiling_tflops', 'rows'}."""
     began = time.monotonic()
     lengths = lengths_to_compile(torch.cuda.get_device_capability())
-    ahead = to_compile(shapes(quick), names, lengths)
+    ahead = to_compile(shapes(quick, tokens), names, lengths)
     share = 60.0 if limit_s is None else min(60.0, 0.4 * limit_s)
     for (name, shape), failed in zip(ahead, compile_ahead(compile_one, ahead, limit_s=share)):
         if failed:
@@ -387,7 +397,7 @@ def run(*, quick=False, limit_s: float | None = None, names=IMPLEMENTATIONS, pro
     progress(f"[{time.monotonic() - began:5.0f} s] {len(ahead)} first calls compiled")
     best_possible = ceiling()
     rows, skipped = [], []
-    for shape in shapes(quick):
+    for shape in shapes(quick, tokens):
         if limit_s is not None and time.monotonic() - began > limit_s:
             skipped.append(shape)
             continue
@@ -415,8 +425,16 @@ def main(argv=None) -> None:
     parser.add_argument("--json", metavar="PATH", help="write provenance and rows to this file")
     parser.add_argument("--limit-s", type=float, default=None, help="start no shape after this")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        help="of a call [32,768]; more of them tell what a call costs from what a block costs",
+    )
     parser.add_argument("--tune", action="store_true", help="measure our block choices instead")
     args = parser.parse_args(argv)
+    if args.tokens < 1:
+        parser.error(f"--tokens {args.tokens} is no number of tokens; give at least 1")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here; the bench measures GPUs")
     if args.tune:
@@ -426,7 +444,7 @@ def main(argv=None) -> None:
         result = tuning.run(names, limit_s=args.limit_s or 110.0)
         print(tuning.table(result["rows"]))
     else:
-        result = run(quick=args.quick, limit_s=args.limit_s, names=args.only)
+        result = run(quick=args.quick, limit_s=args.limit_s, names=args.only, tokens=args.tokens)
         print(table(result["rows"], result["ceiling_tflops"]))
     print(json.dumps(result["provenance"]))
     if args.json:

@@ -68,9 +68,9 @@ def forward(case, plan: Plan | str, q, k, v):
 
 
 def shape_of(case, length: int) -> bench.Shape:
-    """32,768 tokens, as in the bench."""
+    """As in the bench."""
     head_dim, causal = case[3:]
-    return bench.Shape(causal, head_dim, length, 32_768 // length, 768 // head_dim)
+    return bench.Shape(causal, head_dim, length, bench.TOKENS // length, 768 // head_dim)
 
 
 def compile_one(case, plan: Plan | str) -> None:

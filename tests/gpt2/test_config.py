@@ -321,7 +321,7 @@ def test_assignments_of_a_command_line():
         "attention": "paper,tile=4",
         "n_layer": "2",
     }
-    with pytest.raises(ValueError, match="'oops' is not key=value"):
+    with pytest.raises(ValueError, match="'oops' is no setting; write it as key=value"):
         parse_assignments(["oops"])
 
 
