@@ -7,6 +7,7 @@ be shown with `caption`. Style and captions are those of `book.captions`.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
@@ -30,6 +31,9 @@ __all__ = [
     "styled",
     "subplots",
 ]
+
+# A legend of two columns: characters of a line, and inches that each line beyond three adds.
+LEGEND_COLUMN, LEGEND_LINE = 30, 0.19
 
 # Label of each metric that the trainer and its probes write, and whether its axis is logarithmic.
 METRICS = {
@@ -124,7 +128,11 @@ def panels(
         if outcomes and run in outcomes:
             _mark(axes, outcomes[run], PALETTE[places[run] % len(PALETTE)])
     axes[-1].set_xlabel("step")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    handles, names = axes[0].get_legend_handles_labels()
+    names = [textwrap.fill(name, LEGEND_COLUMN) for name in names]
+    lines = sum(1 + name.count("\n") for name in names) / 2
+    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * max(0.0, lines - 3))
+    figure.legend(handles, names, loc="outside upper left", ncols=2)
     return figure
 
 

@@ -207,3 +207,15 @@ def test_intervals_span_the_stated_number_of_standard_errors():
 
 def test_inline_markup_escapes_the_rest():
     assert _inline("<b> `a_b`") == "&lt;b&gt; <code>a_b</code>"
+
+
+def test_a_legend_of_many_long_names_leaves_room_and_is_whole():
+    run = {"step": np.arange(3), "train_loss": np.ones(3)}
+    names = [f"the same error by way of the mirror, sham number {i}" for i in range(12)]
+    few, many = (panels(dict.fromkeys(chosen, run)) for chosen in (names[:2], names))
+    for figure in (few, many):
+        figure.canvas.draw()
+        legend = figure.legends[0].get_window_extent()
+        assert 0 <= legend.x0 and legend.x1 <= figure.bbox.width
+    heights = [figure.axes[0].get_window_extent().height for figure in (few, many)]
+    assert heights[1] > 0.8 * heights[0]
