@@ -156,6 +156,15 @@ def speeds(found: Sequence[Archive], folder: Path = RESULTS) -> list[dict]:
     return rows + [r for r in bench_rows(found) if tuple(r.get(k) for k in SAME) not in known]
 
 
+def newest(rows: Sequence[Mapping]) -> list[Mapping]:
+    """The last row of each machine, preset, number of processes and attention, sorted by these."""
+    found = {}
+    for row in rows:
+        what = [row[k] for k in ("machine", "preset", "processes", "implementation")]
+        found[(*what, bool(row.get("by_block")))] = row
+    return [found[key] for key in sorted(found)]
+
+
 def needed_sum(rows: Sequence[Mapping], gpus: int, share: float) -> Markdown:
     """How fast gradients must be summed for `share` of the ideal speed on `gpus` GPUs.
 

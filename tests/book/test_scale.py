@@ -108,6 +108,9 @@ def test_speeds_come_from_both_kinds_of_archive(tmp_path):
     text = scale.speed_table(rows).data
     assert "NVIDIA H100, 2026-11-28, code abcd0123" in text
     assert "2 x NVIDIA H200, 2026-11-29" in text
+    known = scale.throughput_rows(tmp_path)
+    later = [r | {"tokens_per_s": 1.0} for r in known] + [known[0] | {"machine": "another"}]
+    assert scale.newest([*known, *later]) == later  # H100 before another
     (folder / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="a.json is not an archive"):
         scale.throughput_rows(tmp_path)
