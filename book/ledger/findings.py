@@ -36,7 +36,7 @@ from ..evidence import Archive, archives, counting
 from ..experiments import EXPERIMENTS
 from ..onsets import judged
 from ..records import one_a_seed
-from ..regimes import get_recipe
+from ..regimes import RECIPES, get_recipe
 
 SUPPORTED, PARTLY, NOT_SUPPORTED = "supported", "partly", "not supported here"
 OBSERVED, NOT_TESTED = "observed", "not tested"
@@ -244,7 +244,7 @@ def _setting(name: str) -> list[str]:
 def recipe_of(archive: Archive, row: Mapping) -> str | None:
     """The recipe of `book.regimes` that a run was trained in, if it was one."""
     told = archive.provenance.get("command", "").partition("--recipe ")[2].split()
-    return row.get("recipe") or (told[0] if told else None)
+    return row.get("recipe") or next((name for name in told[:1] if name in RECIPES), None)
 
 
 def model_of(archive: Archive, row: Mapping) -> RunConfig:

@@ -15,7 +15,7 @@ from book.ledger import CLAIMS, ClaimError, Evidence, evaluate, page, read_claim
 from book.ledger.__main__ import main
 from book.ledger.claims import GIVEN, WRITTEN, write_claims
 from book.ledger.findings import NOT_TESTED, RULES, VERDICTS, Effect, Finding
-from book.regimes import get_recipe
+from book.regimes import REGIMES, get_recipe
 
 REAL = read_claims()
 
@@ -66,7 +66,7 @@ def runs_what_exists(command: str) -> None:
         asked = parser().parse_args(words[3:])
         known = EXPERIMENTS if asked.recipe is None else BUILDERS
         assert set(asked.names) <= set(known) and asked.names
-        assert asked.recipe is None or get_recipe(asked.recipe)
+        assert asked.recipe in (None, *REGIMES) or get_recipe(asked.recipe)
 
 
 def test_claims_about_bf16_are_judged_by_bf16_alone():
