@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from contextlib import contextmanager
 
 import torch
@@ -41,9 +42,12 @@ class Rounder:
         return self.to_site(x, getattr(self.numerics, name), name)
 
     def input(self, x: Tensor, name: str) -> Tensor:
-        """[B, H, T, D] of any dtype and strides to the carrier and the grid, as [B H, T, D]."""
+        """[B, H, T, D] of any dtype and strides to the carrier and the grid, as [B H, T, D].
+
+        Contiguous: with other strides some libraries sum in another order.
+        """
         site = self.numerics.inputs
-        wide = x.flatten(0, 1).to(carrier_of(self.numerics))
+        wide = x.flatten(0, 1).to(carrier_of(self.numerics)).contiguous()
         return wide if site.format.torch_dtype == x.dtype else self.to_site(wide, site, name)
 
 
@@ -88,7 +92,14 @@ def repeat_heads(x: Tensor, group: int, dim: int = 1) -> Tensor:
 
 
 def scaled_product(a: Tensor, b: Tensor, alpha: float, addend: Tensor | None = None) -> Tensor:
-    """alpha a b (+ addend), batched; one call."""
+    """alpha a b (+ addend), batched.
+
+    One call where alpha is a power of two, which rounds nothing. Else the product is rounded
+    before it is scaled, as the kernels do: of the libraries behind one call some scale a first.
+    """
+    if abs(math.frexp(alpha)[0]) != 0.5:
+        product = torch.bmm(a, b).mul_(alpha)
+        return product if addend is None else product.add_(addend)
     if addend is None:
         return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=alpha)
     return torch.baddbmm(addend, a, b, alpha=alpha)

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import BF16, E4M3, E5M2, FP16, FP32, FP64, emulated, exact, oracle, parse_numerics
 from kernels.numerics import SITE_NAMES
 from kernels.rounding import round_to, ulp
+from kernels.sites import scaled_product
 
 PRESET_TEXTS = [
     "exact",
@@ -507,3 +508,16 @@ def test_huge_and_tiny_logits_stay_finite_and_repeat_bit_for_bit(size, T, seed):
         for x, y in zip((a.out, a.lse, *ga), (b.out, b.lse, *gb)):
             assert x.isfinite().all() and torch.equal(x, y)
         assert (a.out.amax(2) <= v.amax(2) + 0.02 * v.abs().amax()).all()
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1 / math.sqrt(8), -0.3, 0.0])
+def test_a_product_is_rounded_before_it_is_scaled(alpha):
+    """On every machine: a library that scales a factor first would make other numbers of it."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 9, (3, 16, 16), generator=generator) / 4 for _ in range(2))
+    exact = a @ b  # sums of multiples of 1/16: no rounding
+    addend = torch.zeros(1, 16, 16).masked_fill(
+        torch.rand(16, 16, generator=generator) < 0.3, -math.inf
+    )
+    assert torch.equal(scaled_product(a, b, alpha), exact * alpha)
+    assert torch.equal(scaled_product(a, b, alpha, addend), exact * alpha + addend)
