@@ -9,9 +9,28 @@ from IPython.display import Markdown
 from gpt2.runs import Run
 
 from .evidence import Archive
+from .experiment_runs import run_experiment
 from .experiments import Experiment
 from .records import FAILED, failed_step
 from .tables import number, step_text
+
+
+def run_to_failure(
+    experiment: Experiment, seed: int, steps: int | None, usual: int | None, **how
+) -> dict[tuple[str, int], Run]:
+    """All arms of one seed up to `steps`; if None, up to `usual`, or to where low precision fails.
+
+    That step differs between machines whose libraries sum in another order. how: for
+    `run_experiment`.
+    """
+    asked = dict(seeds=[seed], **how)
+    runs = run_experiment(experiment, stop_at=steps or usual, **asked)
+    low = experiment.failing, seed
+    if steps is not None or usual is None or runs[low].outcome.failed_step is not None:
+        return runs
+    runs |= run_experiment(experiment, arms=[experiment.failing], **asked)
+    failed = runs[low].outcome.failed_step
+    return runs if failed is None else run_experiment(experiment, stop_at=failed + 1, **asked)
 
 
 def named_runs(experiment: Experiment, runs: Mapping, seed: int) -> dict[str, Run]:

@@ -1,9 +1,14 @@
 """The words of chapter 1 follow from the records, whichever way they fall."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
-from book.chapter1 import dial_points, outcome_sentences, what_you_saw
+import pytest
+
+from book import chapter1
+from book.chapter1 import dial_points, outcome_sentences, run_to_failure, what_you_saw
 from book.evidence import Archive
+from book.experiments import failure
 from gpt2.outcomes import Outcome
 
 
@@ -82,3 +87,27 @@ def test_a_gpu_preset_has_a_regime_of_its_own_or_asks_about_bf16_itself():
     parents = [e("mini") for e in (isolation, lambda p: errors(p, forked=True))]
     assert all(e.arm("low").config(e, 2) == config for e in parents)
     assert captured_config("mini", 2) == config  # one run for chapters 1 to 4
+
+
+@pytest.mark.parametrize(
+    "steps, fails_at, asked",
+    [
+        (None, 2_000, [2_300]),
+        (None, 3_591, [2_300, "low to its end", 3_592]),
+        (None, None, [2_300, "low to its end"]),
+        (1_000, 3_591, [1_000]),
+    ],
+)
+def test_the_reader_sees_the_failure_wherever_it_comes(steps, fails_at, asked, monkeypatch):
+    """All arms go on to where low precision fails, unless the reader set a limit."""
+    calls = []
+
+    def run(experiment, *, seeds, stop_at=None, arms=None):
+        calls.append(stop_at if arms is None else f"{arms[0]} to its end")
+        known = fails_at is not None and (stop_at is None or fails_at < stop_at)
+        found = SimpleNamespace(outcome=SimpleNamespace(failed_step=fails_at if known else None))
+        return {(arm, seeds[0]): found for arm in arms or experiment.arm_names}
+
+    monkeypatch.setattr(chapter1, "run_experiment", run)
+    runs = run_to_failure(failure("cpu"), 0, steps, 2_300)
+    assert calls == asked and set(runs) == {(arm, 0) for arm in failure("cpu").arm_names}
