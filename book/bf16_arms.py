@@ -166,19 +166,11 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
         f"{control['forked_at']:,}): {what} the onset came at step {due:,}, with "
         f"{number(ties, 2)} of the worst head's rows tied over the {LATE:,} steps up to {end:,}."
     )
-
-    def told(rows: Sequence[Mapping]) -> str:
-        shares = [(row, late_mean(row, "tie_rate", end)) for row in rows]
-        return "; ".join(
-            f"{row['label']}: {'' if share is None else f'{number(share, 2)}, '}{_sign(row)}"
-            for row, share in shares
-        )
-
     alive = [r for r in others if r["onset_step"] is None and r["kind"] not in FAILED]
     signed = [r for r in others if r not in alive]
     outlived = sum(is_healthy(r["steps"], due) for r in alive)
-    words += f" With a sign as well: {told(signed)}." if signed else ""
-    words += f" Without: {told(alive)}." if alive else ""
+    words += f" With a sign as well: {_told(signed, end)}." if signed else ""
+    words += f" Without: {_told(alive, end)}." if alive else ""
     words += (
         f" Of the {len(alive)} forks without a sign {outlived} went on for {HEALTHY_FACTOR:g} "
         "times the control's steps to its onset, as a judgement asks."
@@ -190,6 +182,16 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
             f"{known['onset_step']:,}: the last bits of other operations move it."
         )
     return words
+
+
+def _told(rows: Sequence[Mapping], end: int) -> str:
+    """'mirrored: 0.15, onset at 6,100; ...': tied rows before `end`, where known, and the sign."""
+    told = []
+    for row in rows:
+        share = late_mean(row, "tie_rate", end)
+        ties = "" if share is None else f"{number(share, 2)}, "
+        told.append(f"{row['label']}: {ties}{_sign(row)}")
+    return "; ".join(told)
 
 
 def _sign(row: Mapping) -> str:

@@ -15,20 +15,18 @@ from pathlib import Path
 
 from IPython.display import Markdown
 
-from kernels.forensics import delta_error
 from kernels.numerics import parse_numerics
 
 from . import RESULTS
 from .captured import Captured, captured_heads
-from .chapter3 import SIGNS
+from .chapter3 import coherence_cells
 from .chapter4 import plus_minus
 from .direction import Moment, measure
 from .evidence import Archive, archives
-from .head_statistics import in_rms, over_time
+from .head_statistics import over_time
 from .tables import head_name, markdown_table
 
 FAILING = "captured"  # the arm of `book.gpu_experiments.captures` that goes on to fail
-Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -42,20 +40,24 @@ class KeptHeads:
         return next((row["label"] for row in self.archive.arm(arm)), arm)
 
     @cached_property
-    def moments(self) -> dict[str, dict[Place, list[Moment]]]:
-        """Arm -> (layer, head) -> what chapter 3 measures, by step."""
-        return {arm: measure(found) for arm, found in self.captures.items()}
+    def moments(self) -> list[tuple[str, Moment]]:
+        """(arm, what chapter 3 measures), run by run and head by head."""
+        return [
+            (arm, moment)
+            for arm, found in self.captures.items()
+            for series in measure(found).values()
+            for moment in series
+        ]
 
     @property
     def failing(self) -> list[Moment]:
         """Of all heads of the run that fails."""
-        return [m for series in self.moments[FAILING].values() for m in series]
+        return [m for arm, m in self.moments if arm == FAILING]
 
     @property
     def healthy(self) -> list[Moment]:
         """Of all heads of its twin."""
-        others = [places for arm, places in self.moments.items() if arm != FAILING]
-        return [m for places in others for series in places.values() for m in series]
+        return [m for arm, m in self.moments if arm != FAILING]
 
     @property
     def onset(self) -> Mapping | None:
@@ -93,34 +95,21 @@ def _by_arm(folder: Path) -> dict[str, list[Path]]:
     return dict(sorted(found.items(), key=lambda item: item[0] != FAILING))
 
 
-def _lines(kept: KeptHeads):
-    for arm, places in kept.moments.items():
-        for place, series in places.items():
-            for moment in series:
-                name = f"{kept.label(arm)}, {head_name(place)}, step {moment.step:,}"
-                yield name, moment
+def _name(kept: KeptHeads, arm: str, captured: Captured) -> str:
+    return f"{kept.label(arm)}, {captured}"
+
+
+COLUMNS = ("mean cosine", "5, 50, 95 %", "first of R", "gain", "random signs, 95 %")
+COLUMNS += ("cosine of (Σe) R",)
 
 
 def directions_table(kept: KeptHeads) -> Markdown:
     """How alike the terms of dW_Q are in bf16, and what they add up to, a line per capture."""
     lines = []
-    for name, moment in _lines(kept):
-        c = moment.coherence
-        low, middle, high = c.quantiles()
-        band = moment.random_signs.quantile(SIGNS).tolist()
-        lines.append(
-            [
-                name,
-                f"{c.mean_cosine:+.2f}",
-                f"{low:+.2f}, {middle:+.2f}, {high:+.2f}",
-                f"{moment.first_energy:.2f}",
-                f"{c.gain:.2f}",
-                "{:.2f} to {:.2f}".format(*band),
-                f"{c.approximation_cosine:+.2f}",
-            ]
-        )
-    header = ["head", "mean cosine", "5, 50, 95 %", "first of R", "gain", "random signs, 95 %"]
-    return markdown_table([*header, "cosine of (Σe) R"], lines)
+    for arm, moment in kept.moments:
+        cells = coherence_cells(moment)
+        lines.append([_name(kept, arm, moment.captured), *(cells[c] for c in COLUMNS)])
+    return markdown_table(["head", *COLUMNS], lines)
 
 
 def directions_words(kept: KeptHeads) -> Markdown:
@@ -146,22 +135,20 @@ def directions_words(kept: KeptHeads) -> Markdown:
 def rounding_table(kept: KeptHeads) -> Markdown:
     """What chapter 4 counts, in bf16: ties, and errors of delta."""
     lines = []
-    for name, moment in _lines(kept):
-        captured, n = moment.captured, moment.captured.numerics
-        (count,) = over_time([captured])
-        delta = delta_error(captured.head, numerics=n)
-        tied = delta.causes["tied"]
-        lines.append(
-            [
-                name,
-                f"{count.tied:.0%}",
-                f"{count.ones:.2f}",
-                f"{count.absorbing:.0%}",
-                f"{tied.energy:.0%}" if tied.rows else "-",
-                plus_minus(in_rms(delta.mean, delta.rms)),
-                f"{delta.relative:.2%}",
-            ]
-        )
+    for arm, found in kept.captures.items():
+        by_head = sorted(found, key=lambda c: (c.layer, c.place, c.step))
+        for captured, count in zip(by_head, over_time(by_head)):
+            lines.append(
+                [
+                    _name(kept, arm, captured),
+                    f"{count.tied:.0%}",
+                    f"{count.ones:.2f}",
+                    f"{count.absorbing:.0%}",
+                    f"{count.tied_energy:.0%}" if count.tied else "-",
+                    plus_minus(count.bias),
+                    f"{count.relative:.2%}",
+                ]
+            )
     header = ["head", "tied rows", "P̄ = 1, a row", "absorbing rows", "squares in tied rows"]
     header += ["mean error of δ (rms)", "rms of the error / rms of δ"]
     return markdown_table(header, lines)

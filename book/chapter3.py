@@ -24,7 +24,7 @@ from .isolation_figures import by_arm, head_values
 from .tables import head_name, markdown_table, number, step_text
 from .verdicts import counted, tested, untested_words
 
-SIGNS = torch.tensor([0.025, 0.975], dtype=torch.float64)
+_MIDDLE = torch.tensor([0.025, 0.975], dtype=torch.float64)
 Moments = Mapping[tuple[int, int], Sequence[Moment]]
 
 
@@ -63,37 +63,28 @@ def identity_table(moments: Moments, step: int) -> Markdown:
     return markdown_table(header, lines)
 
 
+def coherence_cells(moment: Moment) -> dict[str, str]:
+    """How alike the terms of a captured head are, and what they add up to: column -> cell."""
+    c = moment.coherence
+    return {
+        "mean cosine": f"{c.mean_cosine:+.2f}",
+        "5, 50, 95 %": "{:+.2f}, {:+.2f}, {:+.2f}".format(*c.quantiles()),
+        "first of R": f"{moment.first_energy:.2f}",
+        "terms along R": f"{c.explained:.2f}",
+        "gain": f"{c.gain:.2f}",
+        "random directions": f"{c.null.mean:.2f} ± {c.null.sd:.2f}",
+        "random signs, 95 %": "{:.2f} to {:.2f}".format(
+            *moment.random_signs.quantile(_MIDDLE).tolist()
+        ),
+        "cosine of (Σe) R": f"{c.approximation_cosine:+.2f}",
+    }
+
+
 def stage_table(chosen: Mapping[str, Moment]) -> Markdown:
     """How alike the terms are, and what they add up to, at each stage."""
-    lines = []
-    for name, moment in chosen.items():
-        c = moment.coherence
-        low, middle, high = c.quantiles()
-        lines.append(
-            [
-                f"{name}, step {moment.step:,}",
-                f"{c.mean_cosine:+.2f}",
-                f"{low:+.2f}, {middle:+.2f}, {high:+.2f}",
-                f"{moment.first_energy:.2f}",
-                f"{c.explained:.2f}",
-                f"{c.gain:.2f}",
-                f"{c.null.mean:.2f} ± {c.null.sd:.2f}",
-                "{:.2f} to {:.2f}".format(*moment.random_signs.quantile(SIGNS).tolist()),
-                f"{c.approximation_cosine:+.2f}",
-            ]
-        )
-    header = [
-        "stage",
-        "mean cosine",
-        "5, 50, 95 %",
-        "first of R",
-        "terms along R",
-        "gain",
-        "random directions",
-        "random signs, 95 %",
-        "cosine of (Σe) R",
-    ]
-    return markdown_table(header, lines)
+    cells = {f"{name}, step {m.step:,}": coherence_cells(m) for name, m in chosen.items()}
+    header = ["stage", *next(iter(cells.values()))]
+    return markdown_table(header, [[name, *found.values()] for name, found in cells.items()])
 
 
 def steps_table(moments: Moments) -> Markdown:

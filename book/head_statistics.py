@@ -39,7 +39,10 @@ def in_rms(mean: SignedMean, rms: float) -> SignedMean:
 
 @dataclass(frozen=True)
 class Moment:
-    """One head at one step. Shares are of rows; signs [Dv]: share of positive V per feature."""
+    """One head at one step. Shares are of rows; signs [Dv]: share of positive V per feature.
+
+    tied_energy: share of the squared error of delta that tied rows carry.
+    """
 
     step: int
     spectral_norm: float
@@ -49,6 +52,7 @@ class Moment:
     signs: Tensor
     bias: SignedMean
     relative: float
+    tied_energy: float
 
 
 def over_time(series: Iterable[Captured], numerics: Numerics | str | None = None) -> list[Moment]:
@@ -68,6 +72,7 @@ def over_time(series: Iterable[Captured], numerics: Numerics | str | None = None
                 signs=(head.v > 0).double().mean((0, 1)),
                 bias=in_rms(delta.mean, delta.rms),
                 relative=delta.relative,
+                tied_energy=delta.causes["tied"].energy,
             )
         )
     return moments

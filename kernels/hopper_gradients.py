@@ -2,8 +2,8 @@
 
 In a step S and dP of a tile are asked for, then the product that adds dS of the tile before to
 its gradient; P is computed beside those, and dS beside that product (dQ) or beside the one that
-adds P to dV (dK, dV). The assembler is free to sort this otherwise: the
-first tile of a block has a `hold` against it; in the others a hold was found to cost time.
+adds P to dV (dK, dV). The assembler is free to sort this otherwise: the first tile of a block has
+a `hold` against it; in the others a hold was found to cost time.
 
 For dK and dV blocks are transposed, [keys, queries], so that P^T and dS^T are left operands and
 stay in registers.

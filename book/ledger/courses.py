@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 
+from ..bf16_arms import CONTROLS
 from ..chapter1 import dial_points
 from ..evidence import Archive
 from ..records import FAILED, failed_step
@@ -171,9 +172,6 @@ def stays_finite(evidence: Evidence, experiment: str, *, arms: list[str]) -> Fin
     return combine(parts or [untested()])
 
 
-CONTROLS = ("same", "sham")  # forks in which nothing is changed, or is by the same amount
-
-
 @rule_over_all
 def holds_off(
     evidence: Evidence, experiments: Sequence[str], *, arms: str | list[str], bits: int
@@ -191,10 +189,7 @@ def holds_off(
     parts, short = [], 0
     for arm in names(arms):
         counted = []
-        for name, archive, row in forks:
-            onset = due.get(_place(archive, row))
-            if row["arm"] != arm or onset is None:
-                continue
+        for name, archive, row, onset in _beside(forks, arm, due):
             if _showed(row) or is_healthy(row["steps"], onset):
                 counted.append((name, archive, row))
             else:
@@ -218,13 +213,14 @@ def hastens(
     forks = list(_forks(evidence, experiments))
     due, parts = _onsets(forks, bits), []
     for arm in names(arms):
-        mine = [f for f in forks if f[2]["arm"] == arm and _place(*f[1:]) in due]
-        counted = [f for f in mine if _failed(f[2]) or f[2]["steps"] >= due[_place(*f[1:])]]
+        counted, sooner = [], []
+        for name, archive, row, onset in _beside(forks, arm, due):
+            if _failed(row) or row["steps"] >= onset:
+                counted.append((name, archive, row))
+            if _failed(row) and failed_step(row) < onset:
+                sooner.append(row)
         if not counted:
             continue
-        sooner = [
-            f[2] for f in counted if _failed(f[2]) and failed_step(f[2]) < due[_place(*f[1:])]
-        ]
         hits, runs = len(sooner), len(counted)
         verdict = SUPPORTED if hits >= MOST * runs else PARTLY if hits else NOT_SUPPORTED
         share = wilson(hits, runs)
@@ -237,6 +233,14 @@ def hastens(
         more = common(name, archive, [row for _, _, row in counted])
         parts.append(standing(verdict, words, runs, strength=share.low, **more))
     return combine(parts or [untested()])
+
+
+def _beside(forks: Sequence[tuple], arm: str, due: Mapping[tuple, int]) -> Iterator[tuple]:
+    """(experiment, archive, row, the control's onset) of forks of an arm that have a control."""
+    for name, archive, row in forks:
+        onset = due.get(_place(archive, row))
+        if row["arm"] == arm and onset is not None:
+            yield name, archive, row, onset
 
 
 def _onsets(forks: Sequence[tuple], bits: int) -> dict[tuple, int]:
