@@ -301,9 +301,18 @@ LAYERS = Experiment(
 
 # -- chapter 3: low rank --------------------------------------------------------------------------
 
-# Mean and rms of delta_lp - delta_hp in each layer, as measured in the failing run of the preset
-# (cpu: seed 0, step 600; the mean over the layer's heads). Chapter 3 prints them as it finds them.
-INJECTED = {"cpu": ((2.7e-6, 5.3e-5), (5e-8, 3.5e-6))}
+# Mean and rms of delta_lp - delta_hp in each layer, over its heads, as measured in the failing run
+# of a preset (cpu: seed 0, step 600; chapter 3 prints them as it finds them) or of a recipe (seed
+# 0, steps 3,600 to 4,200, before the onset, by the archived probe `delta_answer` of arm `same` of
+# `unbiased-mini-d12-w192-lr3`).
+INJECTED = {
+    "cpu": ((2.7e-6, 5.3e-5), (5e-8, 3.5e-6)),
+    "mini-d12-w192-lr3": (
+        *((-5.3e-11, 4.1e-8), (2.7e-10, 7.8e-8), (2.0e-10, 3.3e-7), (-2.7e-11, 4.4e-8)),
+        *((1.8e-11, 5.1e-8), (6.3e-11, 4.7e-8), (2.6e-10, 6.6e-8), (3.7e-10, 4.3e-8)),
+        *((-8.4e-11, 5.5e-8), (2.0e-10, 4.9e-8), (1.9e-11, 3.6e-8), (-5.2e-11, 2.1e-8)),
+    ),
+}
 LIVE_ERRORS = {"cpu": ("sham", "mirror", "random_sign"), "mini": ("sham", "mirror")}
 
 
