@@ -156,9 +156,15 @@ def _refused_gluon() -> str | None:
     return None
 
 
-def pairs_of_blocks(length: int, heads: int) -> int:
-    """Pairs of blocks of PARTS * ROWS rows, over all heads and batches; one may be alone."""
-    return (-(-length // (PARTS * ROWS)) + 1) // 2 * heads
+@lru_cache(maxsize=256)
+def launch_plan(length: int, heads: int, programs: int) -> tuple[tuple[int], tuple[int, ...]]:
+    """(grid, `hopper_schedule.PLAN`) for all blocks of PARTS * ROWS rows, over all heads and
+    batches, by `programs` at most."""
+    from .hopper_schedule import schedule
+
+    blocks = -(-length // (PARTS * ROWS))
+    programs = min(programs, heads * blocks)
+    return (programs,), schedule(heads, blocks, programs)
 
 
 def describe(x: Tensor, rows: int):
@@ -229,10 +235,9 @@ def forward(
     device, policy = q.device, numerics.softmax
     result = empty_result(numerics, q, D, probe) if result is None else result
     out, lse = result.out, result.lse
-    pairs = pairs_of_blocks(Tq, B * H)
-    grid = (min(pairs, _multiprocessors(device)),)
+    grid, schedule = launch_plan(Tq, B * H, _multiprocessors(device))
     blocks = [describe(x, rows) for x, rows in ((q, ROWS), (k, TILE), (v, TILE), (out, ROWS))]
-    sizes = (*out.stride()[:3], scale, H, H // k.shape[1], Tq, k.shape[2], pairs)
+    sizes = (*out.stride()[:3], scale, H, H // k.shape[1], Tq, k.shape[2], *schedule)
     arguments = launch_arguments(numerics.key, scale, causal, probe, D, plan)
     high, *probes = (
         lse if x is None else x  # stands for outputs that this call does not write
@@ -243,8 +248,9 @@ def forward(
     unit = scale if arguments["RAW"] else 1.0
     offsets = (policy.eps / unit, policy.min_offset / unit, policy.max_offset / unit)
     with torch.cuda.device(device):
+        drawn = torch.zeros(1, dtype=torch.int32, device=device)
         hopper_forward_kernel[grid](
-            *blocks, lse, high, *sizes, policy.beta, *offsets, *probes, **arguments
+            *blocks, drawn, lse, high, *sizes, policy.beta, *offsets, *probes, **arguments
         )
     return result
 
@@ -368,16 +374,21 @@ def backward(
     inverse_unit = 1.0 / scale if arguments["RAW"] else 1.0
     dq, dk, dv = into = empty_gradients(numerics, q, k, v) if into is None else into
     blocks = [describe(x, ROWS) for x in (q, k, v, dout)]
-    of_keys, of_queries = (pairs_of_blocks(length, B * H) for length in (Tk, Tq))
     with torch.cuda.device(device):
         programs = _multiprocessors(device)
-        values = _row_values(lse, delta_k, inverse_unit)
-        hopper_grad_keys_kernel[(min(of_keys, programs),)](
-            *blocks, *values, dk, dv, *dk.stride()[:3], scale, H, Tq, Tk, of_keys, **arguments
+        (of_keys, schedule_k), (of_queries, schedule_q) = (
+            launch_plan(length, B * H, programs) for length in (Tk, Tq)
         )
+        drawn_k, drawn_q = torch.zeros(2, 4, dtype=torch.int32, device=device)  # 16 bytes each
+        values = _row_values(lse, delta_k, inverse_unit)
+        hopper_grad_keys_kernel[of_keys](
+            *blocks, *values, drawn_k, dk, dv, *dk.stride()[:3], scale, H, Tq, Tk, *schedule_k,
+            **arguments,
+        )  # fmt: skip
         if delta is not delta_k:
             values = _row_values(lse, delta, inverse_unit)
-        hopper_grad_queries_kernel[(min(of_queries, programs),)](
-            *blocks, *values, dq, *dq.stride()[:3], scale, H, Tq, Tk, of_queries, **arguments
-        )
+        hopper_grad_queries_kernel[of_queries](
+            *blocks, *values, drawn_q, dq, *dq.stride()[:3], scale, H, Tq, Tk, *schedule_q,
+            **arguments,
+        )  # fmt: skip
     return into

@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import hopper_attention
-from .hopper_forward import barriers, block_of, head_place, pair_size, store_rows
+from .hopper_forward import barriers, head_place, store_rows
 from .hopper_gradients import (
     factor_of,
     kept_operands,
@@ -39,6 +39,17 @@ from .hopper_gradients import (
     queries_of_block,
     release_kept,
     row_value,
+)
+from .hopper_schedule import (
+    PLAN,
+    block_of,
+    draw,
+    end_work,
+    place,
+    places_for,
+    publish,
+    published,
+    tickets_of,
 )
 from .hopper_tiles import await_tile, release
 
@@ -100,85 +111,103 @@ def full_tiles(start, Tk, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def ask_two(descs, bufs, place, ready, slot):
-    """Ask for two blocks from `place` [b, h, row, 0] on, into buffers `slot`."""
+def ask_two(descs, bufs, position, ready, slot):
+    """Ask for two blocks from `position` [b, h, row, 0] on, into buffers `slot`."""
     mbarrier.expect(ready, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(descs[0], place, ready, bufs[0].index(slot))
-    tma.async_copy_global_to_shared(descs[1], place, ready, bufs[1].index(slot))
+    tma.async_copy_global_to_shared(descs[0], position, ready, bufs[0].index(slot))
+    tma.async_copy_global_to_shared(descs[1], position, ready, bufs[1].index(slot))
 
 
 @gluon.jit
-def ask_four(descs, bufs, place, tile, ready, slot):
+def ask_four(descs, bufs, position, tile, ready, slot):
     """The same for Q and dO, with lse and delta from `tile` [b h, tile, 0] on."""
     q_desc, do_desc, lse_desc, delta_desc = descs
     ROWS_OF_BOTH: gl.constexpr = q_desc.block_type.nbytes + do_desc.block_type.nbytes
     VALUES: gl.constexpr = lse_desc.block_type.nbytes + delta_desc.block_type.nbytes
     mbarrier.expect(ready, ROWS_OF_BOTH + VALUES)
-    tma.async_copy_global_to_shared(q_desc, place, ready, bufs[0].index(slot))
-    tma.async_copy_global_to_shared(do_desc, place, ready, bufs[1].index(slot))
+    tma.async_copy_global_to_shared(q_desc, position, ready, bufs[0].index(slot))
+    tma.async_copy_global_to_shared(do_desc, position, ready, bufs[1].index(slot))
     tma.async_copy_global_to_shared(lse_desc, tile, ready, bufs[2].index(slot))
     tma.async_copy_global_to_shared(delta_desc, tile, ready, bufs[3].index(slot))
 
 
 @gluon.jit
 def keys_producer(
-    of_keys, of_queries, kept, walked, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr
+    of_keys, of_queries, kept, walked, work, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """Ask for K and V of every block, and for the tiles of queries that it walks over."""
-    kept_bufs, kept_full, kept_free = kept
+    kept_bufs, kept_full, kept_free, places = kept
     bufs, full, free = walked
-    H, Tq, Tk, blocks, units = sizes
+    H, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, 1 - half, blocks)
+    counter, plan = work
+    tickets = tickets_of(gl.num_programs(0), plan)
+    ticket = draw(counter)
+    while ticket < tickets:
+        following = draw(counter)
+        head, i, first_half, count = place(ticket, gl.num_programs(0), plan, blocks)
+        for half in range(first_half, first_half + count):
+            start = block_of(i, 1 - half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
             for part in gl.static_range(PARTS):
                 if turn >= 1:
                     mbarrier.wait(kept_free.index(part), (turn - 1) & 1)
-                place = [b, h, start + part * ROWS, 0]
-                ask_two(of_keys, kept_bufs, place, kept_full.index(part), part)
+                position = [b, h, start + part * ROWS, 0]
+                publish(places, part, head, start)
+                ask_two(of_keys, kept_bufs, position, kept_full.index(part), part)
             row, tiles = query_tiles(start, Tq, CAUSAL)
             for j in range(tiles):
                 if g >= STAGES:
                     await_tile(free, g - STAGES, STAGES)
-                place = [b, h, row + j * WALKED, 0]
+                position = [b, h, row + j * WALKED, 0]
                 tile = [head, row // WALKED + j, 0]
-                ask_four(of_queries, bufs, place, tile, full.index(g % STAGES), g % STAGES)
+                ask_four(of_queries, bufs, position, tile, full.index(g % STAGES), g % STAGES)
                 g += 1
             turn += 1
+        ticket = following
+    for part in gl.static_range(PARTS):
+        end_work(places, kept_full, kept_free, part, turn, 1)
 
 
 @gluon.jit
 def queries_producer(
-    of_keys, of_queries, kept, walked, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr
+    of_keys, of_queries, kept, walked, work, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """Ask for Q, dO, lse and delta of every block, and for the tiles of keys it walks over."""
-    kept_bufs, kept_full, kept_free = kept
+    kept_bufs, kept_full, kept_free, places = kept
     bufs, full, free = walked
-    H, Tq, Tk, blocks, units = sizes
+    H, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, half, blocks)
+    counter, plan = work
+    tickets = tickets_of(gl.num_programs(0), plan)
+    ticket = draw(counter)
+    while ticket < tickets:
+        following = draw(counter)
+        head, i, first_half, count = place(ticket, gl.num_programs(0), plan, blocks)
+        for half in range(first_half, first_half + count):
+            start = block_of(i, half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
             for part in gl.static_range(PARTS):
                 if turn >= 1:
                     mbarrier.wait(kept_free.index(part), (turn - 1) & 1)
-                place = [b, h, start + part * ROWS, 0]
+                position = [b, h, start + part * ROWS, 0]
+                publish(places, part, head, start)
                 tile = [head, start // WALKED + part, 0]
-                ask_four(of_queries, kept_bufs, place, tile, kept_full.index(part), part)
+                ask_four(of_queries, kept_bufs, position, tile, kept_full.index(part), part)
             for j in range(key_tiles(start, Tk, CAUSAL)):
                 if g >= STAGES:
                     await_tile(free, g - STAGES, STAGES)
-                place = [b, h, j * WALKED, 0]
-                ask_two(of_keys, bufs, place, full.index(g % STAGES), g % STAGES)
+                position = [b, h, j * WALKED, 0]
+                ask_two(of_keys, bufs, position, full.index(g % STAGES), g % STAGES)
                 g += 1
             turn += 1
+        ticket = following
+    for part in gl.static_range(PARTS):
+        end_work(places, kept_full, kept_free, part, turn, 1)
 
 
 # -- consumers ------------------------------------------------------------------------------------
@@ -190,37 +219,38 @@ def keys_consumer(
     CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
 ):  # fmt: skip
     """Keys 64 PART on of every block of this program."""
-    kept_bufs, kept_full, kept_free = kept
+    kept_bufs, kept_full, kept_free, places = kept
     bufs, full, free = walked
     dk_ptr, dv_ptr, strides, scale = outputs
     dk_b, dk_h, dk_t = strides
-    H, Tq, Tk, blocks, units = sizes
+    H, Tq, Tk, blocks = sizes
     D: gl.constexpr = kept_bufs[0].shape[4]
     factor = factor_of(scale, RAW)
     g = 0
     turn = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, 1 - half, blocks)
-            first = start + PART * ROWS
-            row, tiles = query_tiles(start, Tq, CAUSAL)
-            skipped = 0
-            if CAUSAL:
-                for j in gl.static_range(PART):  # no query of these sees a key of this consumer
-                    await_tile(full, g + j, STAGES)
-                    release(free, g + j, STAGES)
-                skipped = PART
-            mbarrier.wait(kept_full.index(PART), turn & 1)
-            k, v = kept_operands(kept_bufs, PART)
-            release_kept(kept_free.index(PART), D, True)
-            dk, dv = keys_of_block(
-                k, v, kept_free.index(PART), walked, still, g + skipped, tiles - skipped, scale,
-                factor, STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
-            g += tiles
-            turn += 1
-            place = head_place(head, H, dk_b, dk_h)
-            store_rows(dk_ptr + place, dk * scale, first, Tk, dk_t)
-            store_rows(dv_ptr + place, dv, first, Tk, dk_t)
+    mbarrier.wait(kept_full.index(PART), 0)
+    head, start = published(places, PART, 4)
+    while start >= 0:
+        first = start + PART * ROWS
+        row, tiles = query_tiles(start, Tq, CAUSAL)
+        skipped = 0
+        if CAUSAL:
+            for j in gl.static_range(PART):  # no query of these sees a key of this consumer
+                await_tile(full, g + j, STAGES)
+                release(free, g + j, STAGES)
+            skipped = PART
+        k, v = kept_operands(kept_bufs, PART)
+        release_kept(kept_free.index(PART), D, True)
+        dk, dv = keys_of_block(
+            k, v, kept_free.index(PART), walked, still, g + skipped, tiles - skipped, scale,
+            factor, STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
+        g += tiles
+        turn += 1
+        position = head_place(head, H, dk_b, dk_h)
+        store_rows(dk_ptr + position, dk * scale, first, Tk, dk_t)
+        store_rows(dv_ptr + position, dv, first, Tk, dk_t)
+        mbarrier.wait(kept_full.index(PART), turn & 1)
+        head, start = published(places, PART, 4)
 
 
 @gluon.jit
@@ -229,31 +259,32 @@ def queries_consumer(
     CAUSAL: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
 ):  # fmt: skip
     """Queries 64 PART on of every block of this program."""
-    kept_bufs, kept_full, kept_free = kept
+    kept_bufs, kept_full, kept_free, places = kept
     dq_ptr, strides, scale = outputs
     dq_b, dq_h, dq_t = strides
-    H, Tq, Tk, blocks, units = sizes
+    H, Tq, Tk, blocks = sizes
     D: gl.constexpr = kept_bufs[0].shape[4]
     factor = factor_of(scale, RAW)
     g = 0
     turn = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, half, blocks)
-            first = start + PART * ROWS
-            tiles = key_tiles(start, Tk, CAUSAL)
-            mbarrier.wait(kept_full.index(PART), turn & 1)
-            q, do = kept_operands(kept_bufs, PART)
-            lse = row_value(kept_bufs[2], PART, 1)
-            delta = row_value(kept_bufs[3], PART, 1)
-            release_kept(kept_free.index(PART), D, True)
-            dq = queries_of_block(
-                q, do, lse, delta, kept_free.index(PART), walked, still, g, tiles, first,
-                full_tiles(start, Tk, CAUSAL), Tk, scale, factor, STAGES, CAUSAL, RAW,
-                ROUND_S)  # fmt: skip
-            g += tiles
-            turn += 1
-            store_rows(dq_ptr + head_place(head, H, dq_b, dq_h), dq * scale, first, Tq, dq_t)
+    mbarrier.wait(kept_full.index(PART), 0)
+    head, start = published(places, PART, 4)
+    while start >= 0:
+        first = start + PART * ROWS
+        tiles = key_tiles(start, Tk, CAUSAL)
+        q, do = kept_operands(kept_bufs, PART)
+        lse = row_value(kept_bufs[2], PART, 1)
+        delta = row_value(kept_bufs[3], PART, 1)
+        release_kept(kept_free.index(PART), D, True)
+        dq = queries_of_block(
+            q, do, lse, delta, kept_free.index(PART), walked, still, g, tiles, first,
+            full_tiles(start, Tk, CAUSAL), Tk, scale, factor, STAGES, CAUSAL, RAW,
+            ROUND_S)  # fmt: skip
+        g += tiles
+        turn += 1
+        store_rows(dq_ptr + head_place(head, H, dq_b, dq_h), dq * scale, first, Tq, dq_t)
+        mbarrier.wait(kept_full.index(PART), turn & 1)
+        head, start = published(places, PART, 4)
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -266,24 +297,25 @@ def buffers(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
-@gluon.jit(do_not_specialize=["H", "Tq", "Tk", "units"])
+@gluon.jit(do_not_specialize=["H", "Tq", "Tk", *PLAN])
 def hopper_grad_keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, dk_b, dk_h, dk_t, scale,
-    H, Tq, Tk, units,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, counter_ptr, dk_ptr, dv_ptr, dk_b, dk_h,
+    dk_t, scale, H, Tq, Tk, pairs, rounds, left, begin, heads, begun,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV of pairs of blocks number program, program + programs, ... of `units`."""
+    """dK, dV of the blocks that this program draws."""
     kept_bufs = (buffers(k_desc, PARTS), buffers(v_desc, PARTS))
     bufs = (buffers(q_desc, STAGES), buffers(do_desc, STAGES), buffers(lse_desc, STAGES),
             buffers(delta_desc, STAGES))  # fmt: skip
-    kept = (kept_bufs, barriers(PARTS, 1), barriers(PARTS, 1))
+    kept = (kept_bufs, barriers(PARTS, 1), barriers(PARTS, 1), places_for(PARTS))
     walked = (bufs, barriers(STAGES, 1), barriers(STAGES, PARTS))
     still = barriers(1, 1).index(0)
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
     outputs = (dk_ptr, dv_ptr, (dk_b, dk_h, dk_t), scale)
-    sizes = (H, Tq, Tk, gl.cdiv(Tk, PARTS * ROWS), units)
+    sizes = (H, Tq, Tk, gl.cdiv(Tk, PARTS * ROWS))
+    work = (counter_ptr, (pairs, rounds, left, begin, heads, begun))
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
@@ -292,31 +324,32 @@ def hopper_grad_keys_kernel(
              (kept, walked, still, outputs, sizes, FIRST, STAGES, CAUSAL, RAW, ROUND_S)),
             (keys_consumer,
              (kept, walked, still, outputs, sizes, SECOND, STAGES, CAUSAL, RAW, ROUND_S)),
-            (keys_producer, (of_keys, of_queries, kept, walked, sizes, STAGES, CAUSAL)),
+            (keys_producer, (of_keys, of_queries, kept, walked, work, sizes, STAGES, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["H", "Tq", "Tk", "units"])
+@gluon.jit(do_not_specialize=["H", "Tq", "Tk", *PLAN])
 def hopper_grad_queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_ptr, dq_b, dq_h, dq_t, scale,
-    H, Tq, Tk, units,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, counter_ptr, dq_ptr, dq_b, dq_h, dq_t,
+    scale, H, Tq, Tk, pairs, rounds, left, begin, heads, begun,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, RAW: gl.constexpr,
     ROUND_S: gl.constexpr,
 ):  # fmt: skip
-    """dQ of pairs of blocks number program, program + programs, ... of `units`."""
+    """dQ of the blocks that this program draws."""
     kept_bufs = (buffers(q_desc, PARTS), buffers(do_desc, PARTS), buffers(lse_desc, PARTS),
                  buffers(delta_desc, PARTS))  # fmt: skip
     bufs = (buffers(k_desc, STAGES), buffers(v_desc, STAGES))
-    kept = (kept_bufs, barriers(PARTS, 1), barriers(PARTS, 1))
+    kept = (kept_bufs, barriers(PARTS, 1), barriers(PARTS, 1), places_for(PARTS))
     walked = (bufs, barriers(STAGES, 1), barriers(STAGES, PARTS))
     still = barriers(1, 1).index(0)
     of_keys = (k_desc, v_desc)
     of_queries = (q_desc, do_desc, lse_desc, delta_desc)
     outputs = (dq_ptr, (dq_b, dq_h, dq_t), scale)
-    sizes = (H, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
+    sizes = (H, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS))
+    work = (counter_ptr, (pairs, rounds, left, begin, heads, begun))
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
@@ -325,7 +358,7 @@ def hopper_grad_queries_kernel(
              (kept, walked, still, outputs, sizes, FIRST, STAGES, CAUSAL, RAW, ROUND_S)),
             (queries_consumer,
              (kept, walked, still, outputs, sizes, SECOND, STAGES, CAUSAL, RAW, ROUND_S)),
-            (queries_producer, (of_keys, of_queries, kept, walked, sizes, STAGES, CAUSAL)),
+            (queries_producer, (of_keys, of_queries, kept, walked, work, sizes, STAGES, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],

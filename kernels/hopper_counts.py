@@ -197,13 +197,6 @@ def ones_of_tile(p):
 
 
 @gluon.jit
-def without_ones(tally, p):
-    """tally before the first tile, whose P_bar is p, is counted."""
-    tops, ties, ones = tally
-    return tops, ties, (gl.zeros_like(ones_of_tile(p)),)
-
-
-@gluon.jit
 def with_ones(tally, p):
     """tally with those of a tile, whose P_bar is in the registers that its product reads.
 

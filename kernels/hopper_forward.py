@@ -11,12 +11,14 @@ well, which takes 64 registers more per thread, it was slower (book/development-
 Under the row reference (RUNNING false) a first pass over the keys finds the final row maximum, and
 the second largest score where the policy asks for it. Policies and probes (`hopper_counts`) leave
 no trace in what is compiled without them.
-A program takes several blocks of 128 query rows in turn, a long and a short one of a head (causal)
-at a time, and the producers run ahead of the block that is being computed. Tiles of K and of V are
+A program takes several blocks of 128 query rows in turn, those that it draws (`hopper_schedule`),
+and the producers run ahead of the block that is being computed. Tiles of K and of V are
 numbered over all that a program reads: tile g is in buffer g % STAGES, for the (g // STAGES)-th
 time; likewise blocks of Q, for which each consumer has two buffers. The copy engine writes O, of
 any strides, from the buffer that its block's Q was in. Only the last tile of a block needs a mask.
-It shares the code of the others: with a copy for itself, programs were slower.
+It shares the code of the others, as the first does, whose place in the pipeline is filled by a
+product that is dropped: code that does not stay in the instruction cache from block to block costs
+more than what it saves.
 
 Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; each O
 likewise, all of one set of strides; results per row contiguous. `unit` and RAW are those of
@@ -31,6 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper_counts import row_counts, row_reference
 from .hopper_divide import divide
+from .hopper_schedule import (
+    PLAN,
+    block_of,
+    draw,
+    end_work,
+    place,
+    places_for,
+    publish,
+    published,
+    tickets_of,
+)
 from .hopper_tiles import (
     PARTS,
     ROWS,
@@ -44,29 +57,7 @@ from .hopper_tiles import (
 )
 from .triton_common import LOG2E
 
-# -- which blocks a program computes --------------------------------------------------------------
-
-
-@gluon.jit
-def pairs_of(blocks):
-    """Pairs of blocks of one head: the i-th longest with the i-th shortest, one may be alone."""
-    return (blocks + 1) // 2
-
-
-@gluon.jit
-def pair_size(number, blocks):
-    """How many blocks pair `number` has: 2, or 1 in the middle of an odd number."""
-    i = number % pairs_of(blocks)
-    return gl.minimum(blocks - 2 * i, 2)
-
-
-@gluon.jit
-def block_of(number, half, blocks):
-    """(batch times head, first row) of one block: the long one first."""
-    pairs = pairs_of(blocks)
-    i = number % pairs
-    block = i + (1 - half) * (blocks - 1 - 2 * i)
-    return number // pairs, block * (PARTS * ROWS)
+# -- which keys a block sees ----------------------------------------------------------------------
 
 
 @gluon.jit
@@ -88,10 +79,10 @@ def consumer(
     WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART on of every block of this program."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     o_desc, lse_ptr, hp_ptr, strides, scale, policy, probes = outputs
     o_b, o_h, o_t = strides
-    H, GROUP, Tq, Tk, blocks, units = sizes
+    H, GROUP, Tq, Tk, blocks = sizes
     DV: gl.constexpr = v_bufs.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -103,70 +94,72 @@ def consumer(
     gk = 0
     gv = 0
     turn = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, half, blocks)
-            tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
-            first = start + PART * ROWS
-            rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-            slot = turn % 2 * PARTS + PART
-            q = q_bufs.index(slot).reshape([ROWS, q_bufs.shape[4]])
-            mbarrier.wait(q_full.index(slot), (turn // 2) & 1)
-            other = (turn + 1) % 2 * PARTS + PART
-            own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(other), k_full, k_free, v_full,
-                   v_free, still)  # fmt: skip
-            m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            top = m
-            if not RUNNING:  # rounding keeps order: the maximum is that of the rounded scores
-                tops = row_maximum(
-                    q, own, rows, gk, tiles, Tk, scale, S_LAYOUT, STAGES, CAUSAL, RAW,
-                    in_pairs(POLICY, ROUND_S))  # fmt: skip
-                top = tops[0]
-                if POLICY == 0:
-                    top = rounded_scores(top, scale, RAW, ROUND_S)
-                    m = top
-                else:
-                    m = row_reference(top, tops[1], policy, POLICY)
-                gk += tiles
-            tally = ()
-            if PROBE:
-                tops = ()
-                if POLICY != 0:
-                    tops = (top,)
-                tally = (tops, (), ())
-            acc, m, l, tally = attend(
-                q, own, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
-                S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
-                PROBE, UNIT_EXACT)  # fmt: skip
+    mbarrier.wait(q_full.index(PART), 0)
+    head, start = published(places, PART, 4)
+    while start >= 0:
+        tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
+        first = start + PART * ROWS
+        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        slot = turn % 2 * PARTS + PART
+        q = q_bufs.index(slot).reshape([ROWS, q_bufs.shape[4]])
+        other = (turn + 1) % 2 * PARTS + PART
+        own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(other), k_full, k_free, v_full,
+               v_free, still, places)  # fmt: skip
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        top = m
+        if not RUNNING:  # rounding keeps order: the maximum is that of the rounded scores
+            tops = row_maximum(
+                q, own, rows, gk, tiles, Tk, scale, S_LAYOUT, STAGES, CAUSAL, RAW,
+                in_pairs(POLICY, ROUND_S))  # fmt: skip
+            top = tops[0]
+            if POLICY == 0:
+                top = rounded_scores(top, scale, RAW, ROUND_S)
+                m = top
+            else:
+                m = row_reference(top, tops[1], policy, POLICY)
             gk += tiles
-            gv += tiles
-            turn += 1
-            row_base = head.to(gl.int64) * Tq
-            gl.store(lse_ptr + row_base + rows, m * unit + gl.log(l), mask=rows < Tq)
-            if PROBE:
-                ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr = probes
-                tops, ties, ones = tally
-                ties = row_counts(ties[0], S_LAYOUT, in_pairs(POLICY, ROUND_S))
-                ones = row_counts(ones[0], S_LAYOUT, True)
-                gl.store(ties_ptr + row_base + rows, ties, mask=rows < Tq)
-                gl.store(ones_ptr + row_base + rows, ones, mask=rows < Tq)
-                gl.store(m_ptr + row_base + rows, m * unit, mask=rows < Tq)
-                gl.store(l_ptr + row_base + rows, l, mask=rows < Tq)
-            l = gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
-            l = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT) + l
-            bar = acc
-            if ROUND_BAR:
-                bar = round_to_bf16(acc)
-            q.store(divide(bar, l, POLICY != 0).to(q.dtype))
-            fence_async_shared()
-            place = [head // H, head % H, first, 0]
-            tma.async_copy_shared_to_global(o_desc, place, q_bufs.index(slot))
-            if WIDE or HP:
-                place = head_place(head, H, o_b, o_h)
-            if WIDE:
-                store_rows(o32_ptr + place, divide(acc, l, POLICY != 0), first, Tq, o_t)
-            if HP:
-                store_rows(hp_ptr + place, gl.div_rn(acc, l), first, Tq, o_t)
+        tally = ()
+        if PROBE:
+            tops = ()
+            if POLICY != 0:
+                tops = (top,)
+            tally = (tops, (), ())
+        acc, m, l, tally = attend(
+            q, own, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
+            S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
+            PROBE, UNIT_EXACT)  # fmt: skip
+        gk += tiles
+        gv += tiles
+        turn += 1
+        row_base = head.to(gl.int64) * Tq
+        gl.store(lse_ptr + row_base + rows, m * unit + gl.log(l), mask=rows < Tq)
+        if PROBE:
+            ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr = probes
+            tops, ties, ones = tally
+            ties = row_counts(ties[0], S_LAYOUT, in_pairs(POLICY, ROUND_S))
+            ones = row_counts(ones[0], S_LAYOUT, True)
+            gl.store(ties_ptr + row_base + rows, ties, mask=rows < Tq)
+            gl.store(ones_ptr + row_base + rows, ones, mask=rows < Tq)
+            gl.store(m_ptr + row_base + rows, m * unit, mask=rows < Tq)
+            gl.store(l_ptr + row_base + rows, l, mask=rows < Tq)
+        l = gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
+        l = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT) + l
+        bar = acc
+        if ROUND_BAR:
+            bar = round_to_bf16(acc)
+        q.store(divide(bar, l, POLICY != 0).to(q.dtype))
+        fence_async_shared()
+        position = [head // H, head % H, first, 0]
+        tma.async_copy_shared_to_global(o_desc, position, q_bufs.index(slot))
+        if WIDE or HP:
+            position = head_place(head, H, o_b, o_h)
+        if WIDE:
+            store_rows(o32_ptr + position, divide(acc, l, POLICY != 0), first, Tq, o_t)
+        if HP:
+            store_rows(hp_ptr + position, gl.div_rn(acc, l), first, Tq, o_t)
+        following = turn % 2 * PARTS + PART
+        mbarrier.wait(q_full.index(following), (turn // 2) & 1)
+        head, start = published(places, following, 4)
     tma.store_wait(0)
 
 
@@ -210,56 +203,71 @@ def fetch(desc, b, h, row, bufs, full, free, g, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(q_desc, rings, b, h, start, turn):
+def fetch_queries(q_desc, rings, head, b, h, start, turn):
     """Ask for Q of a block, for each consumer once it has read what is in its buffer."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     for part in gl.static_range(PARTS):
         slot = turn % 2 * PARTS + part
         if turn >= 2:
             mbarrier.wait(q_free.index(slot), (turn // 2 - 1) & 1)
         ready = q_full.index(slot)
+        publish(places, slot, head, start)
         mbarrier.expect(ready, q_desc.block_type.nbytes)
-        place = [b, h, start + part * ROWS, 0]
-        tma.async_copy_global_to_shared(q_desc, place, ready, q_bufs.index(slot))
+        position = [b, h, start + part * ROWS, 0]
+        tma.async_copy_global_to_shared(q_desc, position, ready, q_bufs.index(slot))
 
 
 @gluon.jit
 def keys_producer(
-    q_desc, k_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr
+    q_desc, k_desc, rings, sizes, work, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Ask for Q of every block, and for its tiles of K, once or (row reference) twice."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    H, GROUP, Tq, Tk, blocks, units = sizes
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    H, GROUP, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, half, blocks)
+    counter, plan = work
+    tickets = tickets_of(gl.num_programs(0), plan)
+    ticket = draw(counter)
+    while ticket < tickets:
+        following = draw(counter)
+        head, i, first_half, count = place(ticket, gl.num_programs(0), plan, blocks)
+        for half in range(first_half, first_half + count):
+            start = block_of(i, half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
             tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
             reads = tiles if RUNNING else 2 * tiles
-            fetch_queries(q_desc, rings, b, h, start, turn)
+            fetch_queries(q_desc, rings, head, b, h, start, turn)
             for j in range(reads):
                 fetch(k_desc, b, h // GROUP, (j % tiles) * TILE, k_bufs, k_full, k_free, g, STAGES)
                 g += 1
             turn += 1
+        ticket = following
+    for part in gl.static_range(PARTS):
+        end_work(places, q_full, q_free, turn % 2 * PARTS + part, turn, 2)
 
 
 @gluon.jit
 def values_producer(v_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Ask for the tiles of V of every block."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    H, GROUP, Tq, Tk, blocks, units = sizes
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    H, GROUP, Tq, Tk, blocks = sizes
     g = 0
-    for number in range(gl.program_id(0), units, gl.num_programs(0)):
-        for half in range(pair_size(number, blocks)):
-            head, start = block_of(number, half, blocks)
-            b = head // H
-            h = head % H
-            for j in range(visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)):
-                fetch(v_desc, b, h // GROUP, j * TILE, v_bufs, v_full, v_free, g, STAGES)
-                g += 1
+    turn = 0
+    mbarrier.wait(q_full.index(0), 0)
+    head, start = published(places, 0, 1)
+    while start >= 0:
+        b = head // H
+        h = head % H
+        for j in range(visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)):
+            fetch(v_desc, b, h // GROUP, j * TILE, v_bufs, v_full, v_free, g, STAGES)
+            g += 1
+        turn += 1
+        following = turn % 2 * PARTS
+        mbarrier.wait(q_full.index(following), (turn // 2) & 1)
+        head, start = published(places, following, 1)
 
 
 @gluon.jit
@@ -271,16 +279,17 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", "units"])
+@gluon.jit(do_not_specialize=["H", "GROUP", "Tq", "Tk", *PLAN])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, hp_ptr, o_b, o_h, o_t, scale, H, GROUP, Tq, Tk,
-    units, beta, eps, min_offset, max_offset, ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr,
+    q_desc, k_desc, v_desc, o_desc, counter_ptr, lse_ptr, hp_ptr, o_b, o_h, o_t, scale, H, GROUP,
+    Tq, Tk, pairs, rounds, left, begin, heads, begun, beta, eps, min_offset, max_offset, ties_ptr,
+    ones_ptr, m_ptr, l_ptr, o32_ptr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr,
     RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
     ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr,
     PROBE: gl.constexpr, WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
-    """Pairs of blocks number program, program + programs, ... of `units`. See the docstring."""
+    """The blocks of a program. See the docstring."""
     dtype: gl.constexpr = q_desc.dtype
     Q_SHAPE: gl.constexpr = [2 * PARTS] + q_desc.block_type.shape
     K_SHAPE: gl.constexpr = [STAGES] + k_desc.block_type.shape
@@ -295,7 +304,8 @@ def hopper_forward_kernel(
     v_full = barriers(STAGES, 1)
     v_free = barriers(STAGES, PARTS)
     still = (barriers(1, 1).index(0), barriers(1, 1).index(0))
-    rings = (q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still)
+    places = places_for(2 * PARTS)
+    rings = (q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places)
     policy = ()
     if POLICY != 0:
         policy = (beta, eps, min_offset, max_offset)
@@ -303,7 +313,8 @@ def hopper_forward_kernel(
     if PROBE:
         probes = (ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr)
     outputs = (o_desc, lse_ptr, hp_ptr, (o_b, o_h, o_t), scale, policy, probes)
-    sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS), units)
+    sizes = (H, GROUP, Tq, Tk, gl.cdiv(Tq, PARTS * ROWS))
+    work = (counter_ptr, (pairs, rounds, left, begin, heads, begun))
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
@@ -312,7 +323,7 @@ def hopper_forward_kernel(
                         ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
             (consumer, (rings, outputs, sizes, SECOND, STAGES, EARLY, CAUSAL, RUNNING, RAW,
                         ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
-            (keys_producer, (q_desc, k_desc, rings, sizes, STAGES, CAUSAL, RUNNING)),
+            (keys_producer, (q_desc, k_desc, rings, sizes, work, STAGES, CAUSAL, RUNNING)),
             (values_producer, (v_desc, rings, sizes, STAGES, CAUSAL)),
         ],
         [4, 1, 1],

@@ -19,13 +19,13 @@ from . import hopper_attention
 from .hopper_counts import (
     for_each_thread,
     larger_two,
+    ones_of_tile,
     ordered_halves,
     round_pairs,
     ties_of_tile,
     tile_reference,
     two_of_each_row,
     with_ones,
-    without_ones,
 )
 
 ROWS = gl.constexpr(hopper_attention.ROWS)
@@ -45,9 +45,9 @@ def await_tile(full, g, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def release(free, g, STAGES: gl.constexpr):
-    """This consumer has read tile g."""
-    mbarrier.arrive(free.index(g % STAGES), count=1)
+def release(free, g, STAGES: gl.constexpr, read=True):
+    """This consumer has read tile g, if `read`."""
+    mbarrier.arrive(free.index(g % STAGES), count=1, pred=read)
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def placed(x):
 @gluon.jit
 def ask_scores(q, rings, g, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
     """Start S = Q K_g^T, in flight. q [ROWS, D] in shared memory."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     await_tile(k_full, g, STAGES)
     k = k_bufs.index(g % STAGES).reshape([TILE, q.shape[1]]).permute((1, 0))
     zero = gl.full([ROWS, TILE], 0.0, gl.float32, S_LAYOUT)
@@ -85,12 +85,13 @@ def ask_scores(q, rings, g, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def ask_output(p, rings, acc, g, STAGES: gl.constexpr):
-    """Start O_bar += P_bar V_g, in flight. p [ROWS, TILE] in registers."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+def ask_output(p, rings, acc, g, more, STAGES: gl.constexpr):
+    """Start O_bar = P_bar V_g, added to what there is if `more`, in flight. p [ROWS, TILE] in
+    registers."""
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     await_tile(v_full, g, STAGES)
     v = v_bufs.index(g % STAGES).reshape([TILE, acc.shape[1]])
-    return warpgroup_mma(p, v, acc, is_async=True)
+    return warpgroup_mma(p, v, acc, use_acc=more, is_async=True)
 
 
 @gluon.jit
@@ -162,12 +163,11 @@ def softmax_tile(
                 top = gl.maximum(before, rm)
             tops = (top,)
         found = ties_of_tile(s, offset, pairs, top, unit, S_LAYOUT, POLICY, PAIRS, UNIT_EXACT)
-        if len(ties) > 0:
-            known = ties[0]
-            if RUNNING:
-                risen = top * unit > before * unit
-                known = gl.where(for_each_thread(risen, known), 0, known)
-            found += known
+        known = ties[0]
+        if RUNNING:
+            risen = top * unit > before * unit
+            known = gl.where(for_each_thread(risen, known), 0, known)
+        found += known
         tally = (tops, (found,), ones)
     p = gl.exp2(offset * factor)
     if RUNNING:
@@ -194,6 +194,21 @@ def in_pairs(policy, round_s):
     return policy >= 2 and round_s
 
 
+@gluon.jit
+def none_counted(
+    tally, p, m, unit, S_LAYOUT: gl.constexpr, POLICY: gl.constexpr, PAIRS: gl.constexpr,
+    UNIT_EXACT: gl.constexpr,
+):  # fmt: skip
+    """tally before the first tile; of what is counted here, the types alone are of use."""
+    tops, ties, ones = tally
+    s = gl.full([ROWS, TILE], 0.0, gl.float32, S_LAYOUT)
+    pairs = ()
+    if PAIRS:
+        s, pairs = round_pairs(s)
+    found = ties_of_tile(s, s, pairs, m, unit, S_LAYOUT, POLICY, PAIRS, UNIT_EXACT)
+    return tops, (gl.zeros_like(found),), (gl.zeros_like(ones_of_tile(p)),)
+
+
 # -- all tiles of a block -------------------------------------------------------------------------
 
 
@@ -214,7 +229,7 @@ def next_maximum(
     PAIRS: gl.constexpr,
 ):  # fmt: skip
     """`higher`, while S of tile g is computed."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     s_next = ask_scores(q, rings, g, S_LAYOUT, STAGES)
     hold(still[0])
     tops = higher(tops, s, scale, RAW, PAIRS)
@@ -233,7 +248,7 @@ def row_maximum(
 
     PAIRS: the largest and the second largest score, rounded to bf16.
     """
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     tops = (gl.full([ROWS, TILE], float("-inf"), gl.float32, S_LAYOUT),)
     if PAIRS:
         lowest, pairs = round_pairs(tops[0])
@@ -263,7 +278,7 @@ def row_maximum(
 
 @gluon.jit
 def step(
-    p, acc, m, l, tally, gk, gv, start, q, rings, rows, Tk, scale, factor, unit, policy,
+    p, acc, m, l, tally, j, turn, gk, gv, start, q, rings, rows, Tk, scale, factor, unit, policy,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
     POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
@@ -273,14 +288,18 @@ def step(
     start: first key of the block's last tile, which alone needs a mask; -1 in the others. EARLY:
     P_bar of this tile is rounded before the product with that of the last is waited for.
     """
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     if PROBE:
         tally = with_ones(tally, p)
-    acc = ask_output(p, rings, acc, gv - 1, STAGES)
+    before = gv - gl.minimum(j, 1)  # the first tile has none: a product of its own V is dropped
+    acc = ask_output(p, rings, acc, before, j > 1, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_free, gk, STAGES)
+    if (j == 0) & (turn > 0):  # the copy engine has read O of the block before
+        tma.store_wait(0)
+        mbarrier.arrive(q_free, count=1)
     s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
     if start >= 0:
         s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
@@ -291,7 +310,7 @@ def step(
     if EARLY:
         following = placed(following)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    release(v_free, gv - 1, STAGES)
+    release(v_free, before, STAGES, j > 0)
     p = following
     return p, rescaled(acc, rescale, RUNNING), m, l, tally
 
@@ -308,35 +327,23 @@ def attend(
 
     turn: how many blocks were before; q_free: of the buffer that the last of them is written from.
     """
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.full([ROWS, v_bufs.shape[4]], 0.0, gl.float32, O_LAYOUT)
-    s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    release(k_free, gk, STAGES)
-    if turn > 0:  # the copy engine has read O of the block before
-        tma.store_wait(0)
-        mbarrier.arrive(q_free, count=1)
-    s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
-    if tiles == 1:
-        s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
-    wide, m, l, rescale, tally = softmax_tile(
-        s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
-        UNIT_EXACT)  # fmt: skip
-    p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
+    p = gl.full([ROWS, TILE], 0.0, k_bufs.dtype, P_LAYOUT)
     if PROBE:
-        tally = without_ones(tally, p)
+        tally = none_counted(tally, p, m, unit, S_LAYOUT, POLICY, PAIRS, UNIT_EXACT)
     last = tiles - 1
-    for j in range(1, tiles):
+    for j in range(tiles):
         start = gl.where(j == last, j * TILE, -1)
         p, acc, m, l, tally = step(
-            p, acc, m, l, tally, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor, unit,
-            policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
+            p, acc, m, l, tally, j, turn, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor,
+            unit, policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
             PROBE, UNIT_EXACT)  # fmt: skip
     if PROBE:
         tally = with_ones(tally, p)
-    acc = ask_output(p, rings, acc, gv + last, STAGES)
+    acc = ask_output(p, rings, acc, gv + last, last > 0, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv + last, STAGES)
     return acc, m, l, tally

@@ -255,7 +255,7 @@ def _argument(name: str, n: Numerics, dtype: torch.dtype) -> str | None:
         return "*" + _TYPES[host._storage(n.delta_output) if n.delta_output else torch.float32]
     if name in ("dq_ptr", "dk_ptr", "dv_ptr"):
         return "*" + _TYPES[host._storage(n.gradients)]
-    if name in ("ties_ptr", "ones_ptr"):
+    if name in ("ties_ptr", "ones_ptr", "counter_ptr"):
         return "*i32"
     if name == "seed_ptr":
         return "*i64"
