@@ -172,6 +172,9 @@ def stays_finite(evidence: Evidence, experiment: str, *, arms: list[str]) -> Fin
     return combine(parts or [untested()])
 
 
+TWIN = "delta_fp32"
+
+
 @rule_over_all
 def holds_off(
     evidence: Evidence, experiments: Sequence[str], *, arms: str | list[str], bits: int
@@ -265,8 +268,22 @@ def _forks(evidence: Evidence, experiments: Sequence[str]) -> Iterator[tuple]:
 
 def _place(archive: Archive, row: Mapping) -> tuple:
     """What forks of one state have in common."""
-    code = archive.provenance.get("code")
-    return recipe_of(archive, row), row["seed"], row["forked_at"], code
+    state = _state(archive, row["seed"], row["forked_at"])
+    return recipe_of(archive, row), row["seed"], row["forked_at"], state
+
+
+def _state(archive: Archive, seed: int, at: int) -> object:
+    """By what a state is known: the first loss and gradient norm of the twin that forks from it.
+
+    Other code on another machine can come to the same state, bit for bit. Without such a twin: the
+    code.
+    """
+    for row in archive.rows:
+        if (row["arm"], row["seed"], row["forked_at"]) == (TWIN, seed, at):
+            first = [row["curves"].get(n, {}).get("value") for n in ("train_loss", "grad_norm")]
+            if all(first):
+                return tuple(values[0] for values in first)
+    return archive.provenance.get("code")
 
 
 def _failed(row: Mapping) -> bool:
