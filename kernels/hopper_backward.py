@@ -42,13 +42,13 @@ from .hopper_gradients import (
 )
 from .hopper_schedule import (
     PLAN,
+    await_work,
     block_of,
     draw,
     end_work,
     place,
     places_for,
     publish,
-    published,
     tickets_of,
 )
 from .hopper_tiles import await_tile, release
@@ -152,10 +152,8 @@ def keys_producer(
             b = head // H
             h = head % H
             for part in gl.static_range(PARTS):
-                if turn >= 1:
-                    mbarrier.wait(kept_free.index(part), (turn - 1) & 1)
+                publish(places, kept_free, part, turn, 1, head, start)
                 position = [b, h, start + part * ROWS, 0]
-                publish(places, part, head, start)
                 ask_two(of_keys, kept_bufs, position, kept_full.index(part), part)
             row, tiles = query_tiles(start, Tq, CAUSAL)
             for j in range(tiles):
@@ -192,10 +190,8 @@ def queries_producer(
             b = head // H
             h = head % H
             for part in gl.static_range(PARTS):
-                if turn >= 1:
-                    mbarrier.wait(kept_free.index(part), (turn - 1) & 1)
+                publish(places, kept_free, part, turn, 1, head, start)
                 position = [b, h, start + part * ROWS, 0]
-                publish(places, part, head, start)
                 tile = [head, start // WALKED + part, 0]
                 ask_four(of_queries, kept_bufs, position, tile, kept_full.index(part), part)
             for j in range(key_tiles(start, Tk, CAUSAL)):
@@ -228,8 +224,7 @@ def keys_consumer(
     factor = factor_of(scale, RAW)
     g = 0
     turn = 0
-    mbarrier.wait(kept_full.index(PART), 0)
-    head, start = published(places, PART, 4)
+    head, start = await_work(places, kept_full, PART, 0, 1, 4)
     while start >= 0:
         first = start + PART * ROWS
         row, tiles = query_tiles(start, Tq, CAUSAL)
@@ -249,8 +244,7 @@ def keys_consumer(
         position = head_place(head, H, dk_b, dk_h)
         store_rows(dk_ptr + position, dk * scale, first, Tk, dk_t)
         store_rows(dv_ptr + position, dv, first, Tk, dk_t)
-        mbarrier.wait(kept_full.index(PART), turn & 1)
-        head, start = published(places, PART, 4)
+        head, start = await_work(places, kept_full, PART, turn, 1, 4)
 
 
 @gluon.jit
@@ -267,8 +261,7 @@ def queries_consumer(
     factor = factor_of(scale, RAW)
     g = 0
     turn = 0
-    mbarrier.wait(kept_full.index(PART), 0)
-    head, start = published(places, PART, 4)
+    head, start = await_work(places, kept_full, PART, 0, 1, 4)
     while start >= 0:
         first = start + PART * ROWS
         tiles = key_tiles(start, Tk, CAUSAL)
@@ -283,8 +276,7 @@ def queries_consumer(
         g += tiles
         turn += 1
         store_rows(dq_ptr + head_place(head, H, dq_b, dq_h), dq * scale, first, Tq, dq_t)
-        mbarrier.wait(kept_full.index(PART), turn & 1)
-        head, start = published(places, PART, 4)
+        head, start = await_work(places, kept_full, PART, turn, 1, 4)
 
 
 # -- kernels --------------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ from .hopper_counts import row_counts, row_reference
 from .hopper_divide import divide
 from .hopper_schedule import (
     PLAN,
+    await_work,
     block_of,
     draw,
     end_work,
     place,
     places_for,
     publish,
-    published,
     tickets_of,
 )
 from .hopper_tiles import (
@@ -73,13 +73,13 @@ def visible_tiles(end, Tk, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    rings, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    rings, places, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
     ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
     WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART on of every block of this program."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     o_desc, lse_ptr, hp_ptr, strides, scale, policy, probes = outputs
     o_b, o_h, o_t = strides
     H, GROUP, Tq, Tk, blocks = sizes
@@ -94,8 +94,7 @@ def consumer(
     gk = 0
     gv = 0
     turn = 0
-    mbarrier.wait(q_full.index(PART), 0)
-    head, start = published(places, PART, 4)
+    head, start = await_work(places, q_full, PART, 0, 2, 4)
     while start >= 0:
         tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
         first = start + PART * ROWS
@@ -104,7 +103,7 @@ def consumer(
         q = q_bufs.index(slot).reshape([ROWS, q_bufs.shape[4]])
         other = (turn + 1) % 2 * PARTS + PART
         own = (q_bufs, k_bufs, v_bufs, q_full, q_free.index(other), k_full, k_free, v_full,
-               v_free, still, places)  # fmt: skip
+               v_free, still)  # fmt: skip
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         top = m
         if not RUNNING:  # rounding keeps order: the maximum is that of the rounded scores
@@ -157,9 +156,7 @@ def consumer(
             store_rows(o32_ptr + position, divide(acc, l, POLICY != 0), first, Tq, o_t)
         if HP:
             store_rows(hp_ptr + position, gl.div_rn(acc, l), first, Tq, o_t)
-        following = turn % 2 * PARTS + PART
-        mbarrier.wait(q_full.index(following), (turn // 2) & 1)
-        head, start = published(places, following, 4)
+        head, start = await_work(places, q_full, turn % 2 * PARTS + PART, turn, 2, 4)
     tma.store_wait(0)
 
 
@@ -203,15 +200,13 @@ def fetch(desc, b, h, row, bufs, full, free, g, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(q_desc, rings, head, b, h, start, turn):
+def fetch_queries(q_desc, rings, places, head, b, h, start, turn):
     """Ask for Q of a block, for each consumer once it has read what is in its buffer."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     for part in gl.static_range(PARTS):
         slot = turn % 2 * PARTS + part
-        if turn >= 2:
-            mbarrier.wait(q_free.index(slot), (turn // 2 - 1) & 1)
+        publish(places, q_free, slot, turn, 2, head, start)
         ready = q_full.index(slot)
-        publish(places, slot, head, start)
         mbarrier.expect(ready, q_desc.block_type.nbytes)
         position = [b, h, start + part * ROWS, 0]
         tma.async_copy_global_to_shared(q_desc, position, ready, q_bufs.index(slot))
@@ -219,11 +214,11 @@ def fetch_queries(q_desc, rings, head, b, h, start, turn):
 
 @gluon.jit
 def keys_producer(
-    q_desc, k_desc, rings, sizes, work, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_desc, k_desc, rings, places, sizes, work, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Ask for Q of every block, and for its tiles of K, once or (row reference) twice."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     H, GROUP, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
@@ -239,7 +234,7 @@ def keys_producer(
             h = head % H
             tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
             reads = tiles if RUNNING else 2 * tiles
-            fetch_queries(q_desc, rings, head, b, h, start, turn)
+            fetch_queries(q_desc, rings, places, head, b, h, start, turn)
             for j in range(reads):
                 fetch(k_desc, b, h // GROUP, (j % tiles) * TILE, k_bufs, k_full, k_free, g, STAGES)
                 g += 1
@@ -250,14 +245,15 @@ def keys_producer(
 
 
 @gluon.jit
-def values_producer(v_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def values_producer(
+    v_desc, rings, places, sizes, STAGES: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
     """Ask for the tiles of V of every block."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     H, GROUP, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    mbarrier.wait(q_full.index(0), 0)
-    head, start = published(places, 0, 1)
+    head, start = await_work(places, q_full, 0, 0, 2, 1)
     while start >= 0:
         b = head // H
         h = head % H
@@ -265,9 +261,7 @@ def values_producer(v_desc, rings, sizes, STAGES: gl.constexpr, CAUSAL: gl.const
             fetch(v_desc, b, h // GROUP, j * TILE, v_bufs, v_full, v_free, g, STAGES)
             g += 1
         turn += 1
-        following = turn % 2 * PARTS
-        mbarrier.wait(q_full.index(following), (turn // 2) & 1)
-        head, start = published(places, following, 1)
+        head, start = await_work(places, q_full, turn % 2 * PARTS, turn, 2, 1)
 
 
 @gluon.jit
@@ -305,7 +299,7 @@ def hopper_forward_kernel(
     v_free = barriers(STAGES, PARTS)
     still = (barriers(1, 1).index(0), barriers(1, 1).index(0))
     places = places_for(2 * PARTS)
-    rings = (q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places)
+    rings = (q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still)
     policy = ()
     if POLICY != 0:
         policy = (beta, eps, min_offset, max_offset)
@@ -319,12 +313,12 @@ def hopper_forward_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consumer, (rings, outputs, sizes, FIRST, STAGES, EARLY, CAUSAL, RUNNING, RAW,
+            (consumer, (rings, places, outputs, sizes, FIRST, STAGES, EARLY, CAUSAL, RUNNING, RAW,
                         ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
-            (consumer, (rings, outputs, sizes, SECOND, STAGES, EARLY, CAUSAL, RUNNING, RAW,
+            (consumer, (rings, places, outputs, sizes, SECOND, STAGES, EARLY, CAUSAL, RUNNING, RAW,
                         ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
-            (keys_producer, (q_desc, k_desc, rings, sizes, work, STAGES, CAUSAL, RUNNING)),
-            (values_producer, (v_desc, rings, sizes, STAGES, CAUSAL)),
+            (keys_producer, (q_desc, k_desc, rings, places, sizes, work, STAGES, CAUSAL, RUNNING)),
+            (values_producer, (v_desc, rings, places, sizes, STAGES, CAUSAL)),
         ],
         [4, 1, 1],
         [REGISTERS, 24, 24],

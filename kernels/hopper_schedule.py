@@ -120,28 +120,31 @@ def places_for(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def publish(places, slot, head, start):
+def publish(places, free, slot, turn, BUFFERS: gl.constexpr, head, start):
     """Note, for who waits for buffer `slot`, that the block there begins at row `start` of `head`.
 
-    start: NOTHING ends the work. By a single warp, before it arrives at the buffer's barrier.
+    Waits until the consumer has read the block that was there BUFFERS turns ago. By a single warp,
+    before it arrives at the buffer's barrier.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if turn >= BUFFERS:
+        mbarrier.wait(free.index(slot), (turn // BUFFERS - 1) & 1)
     places[0].index(slot).store(gl.full([1], head, gl.int32, LAYOUT))
     places[1].index(slot).store(gl.full([1], start, gl.int32, LAYOUT))
 
 
 @gluon.jit
-def published(places, slot, WARPS: gl.constexpr):
-    """(head, first row) of the block in buffer `slot`, by a group of WARPS that waited for it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    head = gl.max(places[0].index(slot).load(LAYOUT), 0)
-    return head, gl.max(places[1].index(slot).load(LAYOUT), 0)
+def end_work(places, full, free, slot, turn, BUFFERS: gl.constexpr):
+    """Publish that there are no more blocks."""
+    publish(places, free, slot, turn, BUFFERS, 0, NOTHING)
+    mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
-def end_work(places, full, free, slot, turn, BUFFERS: gl.constexpr):
-    """Publish NOTHING in buffer `slot` of BUFFERS a consumer, once its last block was read."""
-    if turn >= BUFFERS:
-        mbarrier.wait(free.index(slot), (turn // BUFFERS - 1) & 1)
-    publish(places, slot, 0, NOTHING)
-    mbarrier.arrive(full.index(slot), count=1)
+def await_work(places, full, slot, turn, BUFFERS: gl.constexpr, WARPS: gl.constexpr):
+    """(head, first row) of the block that comes to buffer `slot`, for a group of WARPS, once it is
+    there; NOTHING for the row: no more blocks."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(full.index(slot), (turn // BUFFERS) & 1)
+    head = gl.max(places[0].index(slot).load(LAYOUT), 0)
+    return head, gl.max(places[1].index(slot).load(LAYOUT), 0)

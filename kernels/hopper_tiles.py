@@ -77,7 +77,7 @@ def placed(x):
 @gluon.jit
 def ask_scores(q, rings, g, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
     """Start S = Q K_g^T, in flight. q [ROWS, D] in shared memory."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     await_tile(k_full, g, STAGES)
     k = k_bufs.index(g % STAGES).reshape([TILE, q.shape[1]]).permute((1, 0))
     zero = gl.full([ROWS, TILE], 0.0, gl.float32, S_LAYOUT)
@@ -88,7 +88,7 @@ def ask_scores(q, rings, g, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr):
 def ask_output(p, rings, acc, g, more, STAGES: gl.constexpr):
     """Start O_bar = P_bar V_g, added to what there is if `more`, in flight. p [ROWS, TILE] in
     registers."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     await_tile(v_full, g, STAGES)
     v = v_bufs.index(g % STAGES).reshape([TILE, acc.shape[1]])
     return warpgroup_mma(p, v, acc, use_acc=more, is_async=True)
@@ -229,7 +229,7 @@ def next_maximum(
     PAIRS: gl.constexpr,
 ):  # fmt: skip
     """`higher`, while S of tile g is computed."""
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     s_next = ask_scores(q, rings, g, S_LAYOUT, STAGES)
     hold(still[0])
     tops = higher(tops, s, scale, RAW, PAIRS)
@@ -248,7 +248,7 @@ def row_maximum(
 
     PAIRS: the largest and the second largest score, rounded to bf16.
     """
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     tops = (gl.full([ROWS, TILE], float("-inf"), gl.float32, S_LAYOUT),)
     if PAIRS:
         lowest, pairs = round_pairs(tops[0])
@@ -288,7 +288,7 @@ def step(
     start: first key of the block's last tile, which alone needs a mask; -1 in the others. EARLY:
     P_bar of this tile is rounded before the product with that of the last is waited for.
     """
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     if PROBE:
@@ -327,7 +327,7 @@ def attend(
 
     turn: how many blocks were before; q_free: of the buffer that the last of them is written from.
     """
-    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still, places = rings
+    q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.full([ROWS, v_bufs.shape[4]], 0.0, gl.float32, O_LAYOUT)

@@ -9,6 +9,7 @@ from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 from ..bf16_arms import CONTROLS
 from ..chapter1 import dial_points
 from ..evidence import Archive
+from ..onsets import TWIN
 from ..records import FAILED, failed_step
 from ..survival import fit
 from .findings import (
@@ -170,9 +171,6 @@ def stays_finite(evidence: Evidence, experiment: str, *, arms: list[str]) -> Fin
         more = common(experiment, archive, rows)
         parts.append(standing(verdict, effect, runs, strength=strength, **more))
     return combine(parts or [untested()])
-
-
-TWIN = "delta_fp32"
 
 
 @rule_over_all
