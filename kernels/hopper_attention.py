@@ -200,6 +200,7 @@ def launch_arguments(
         STAGES=plan.stages,
         REGISTERS=plan.registers,
         EARLY=plan.early,
+        APART=plan.apart,
         CAUSAL=causal,
         num_warps=4,
         maxnreg=plan.launch_registers,

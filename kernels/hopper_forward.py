@@ -16,9 +16,9 @@ and the producers run ahead of the block that is being computed. Tiles of K and 
 numbered over all that a program reads: tile g is in buffer g % STAGES, for the (g // STAGES)-th
 time; likewise blocks of Q, for which each consumer has two buffers. The copy engine writes O, of
 any strides, from the buffer that its block's Q was in. Only the last tile of a block needs a mask.
-It shares the code of the others, as the first does, whose place in the pipeline is filled by a
-product that is dropped: code that does not stay in the instruction cache from block to block costs
-more than what it saves.
+It shares the code of the others. The first may, its place in the pipeline filled by a product that
+is dropped: code that does not stay in the instruction cache from block to block can cost more than
+what it saves (APART: it has its own).
 
 Shapes: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, D], last dimension contiguous; each O
 likewise, all of one set of strides; results per row contiguous. `unit` and RAW are those of
@@ -74,9 +74,9 @@ def visible_tiles(end, Tk, CAUSAL: gl.constexpr):
 @gluon.jit
 def consumer(
     rings, places, outputs, sizes, PART: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
-    ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
-    WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    APART: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr,
+    ROUND_S: gl.constexpr, ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr,
+    PROBE: gl.constexpr, WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART on of every block of this program."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
@@ -125,8 +125,8 @@ def consumer(
             tally = (tops, (), ())
         acc, m, l, tally = attend(
             q, own, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
-            S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
-            PROBE, UNIT_EXACT)  # fmt: skip
+            S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, EARLY, APART, CAUSAL, RUNNING, RAW, ROUND_S,
+            POLICY, PROBE, UNIT_EXACT)  # fmt: skip
         gk += tiles
         gv += tiles
         turn += 1
@@ -278,10 +278,10 @@ def hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, counter_ptr, lse_ptr, hp_ptr, o_b, o_h, o_t, scale, H, GROUP,
     Tq, Tk, pairs, rounds, left, begin, heads, begun, beta, eps, min_offset, max_offset, ties_ptr,
     ones_ptr, m_ptr, l_ptr, o32_ptr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr,
-    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
-    ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr,
-    PROBE: gl.constexpr, WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr, APART: gl.constexpr,
+    CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    ROUND_BAR: gl.constexpr, HP: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
+    WIDE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """The blocks of a program. See the docstring."""
     dtype: gl.constexpr = q_desc.dtype
@@ -313,10 +313,10 @@ def hopper_forward_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consumer, (rings, places, outputs, sizes, FIRST, STAGES, EARLY, CAUSAL, RUNNING, RAW,
-                        ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
-            (consumer, (rings, places, outputs, sizes, SECOND, STAGES, EARLY, CAUSAL, RUNNING, RAW,
-                        ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
+            (consumer, (rings, places, outputs, sizes, FIRST, STAGES, EARLY, APART, CAUSAL,
+                        RUNNING, RAW, ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
+            (consumer, (rings, places, outputs, sizes, SECOND, STAGES, EARLY, APART, CAUSAL,
+                        RUNNING, RAW, ROUND_S, ROUND_BAR, HP, POLICY, PROBE, WIDE, UNIT_EXACT)),
             (keys_producer, (q_desc, k_desc, rings, places, sizes, work, STAGES, CAUSAL, RUNNING)),
             (values_producer, (v_desc, rings, places, sizes, STAGES, CAUSAL)),
         ],

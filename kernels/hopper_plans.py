@@ -17,11 +17,14 @@ class Plan:
     stages: buffers of each ring.
     early: whether P_bar is rounded before the product with the one before it is waited for, into
     registers of its own.
+    apart: whether the first tile of a block has a copy of the softmax to itself: more code, and no
+    product that is dropped.
     registers: per thread of a consumer; the producers' four warps take 24.
     """
 
     stages: int = 2
     early: bool = False
+    apart: bool = False
     registers: int = 240
 
     @property

@@ -277,29 +277,40 @@ def row_maximum(
 
 
 @gluon.jit
+def release_output(q_free):
+    """The copy engine has read O of the block before from its buffer of Q."""
+    tma.store_wait(0)
+    mbarrier.arrive(q_free, count=1)
+
+
+@gluon.jit
 def step(
     p, acc, m, l, tally, j, turn, gk, gv, start, q, rings, rows, Tk, scale, factor, unit, policy,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
-    POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    APART: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr,
+    ROUND_S: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """The tile gk, gv, whose softmax runs beside P_bar V of the one before; p is that P_bar.
 
     start: first key of the block's last tile, which alone needs a mask; -1 in the others. EARLY:
-    P_bar of this tile is rounded before the product with that of the last is waited for.
+    P_bar of this tile is rounded before the product with that of the last is waited for. APART:
+    the first tile does not come here.
     """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     if PROBE:
         tally = with_ones(tally, p)
-    before = gv - gl.minimum(j, 1)  # the first tile has none: a product of its own V is dropped
-    acc = ask_output(p, rings, acc, before, j > 1, STAGES)
+    if APART:
+        before, more, read = gv - 1, True, True
+    else:  # the first tile has none before it: a product of its own V is dropped
+        before, more, read = gv - gl.minimum(j, 1), j > 1, j > 0
+    acc = ask_output(p, rings, acc, before, more, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_free, gk, STAGES)
-    if (j == 0) & (turn > 0):  # the copy engine has read O of the block before
-        tma.store_wait(0)
-        mbarrier.arrive(q_free, count=1)
+    if not APART:
+        if (j == 0) & (turn > 0):
+            release_output(q_free)
     s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
     if start >= 0:
         s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
@@ -310,7 +321,7 @@ def step(
     if EARLY:
         following = placed(following)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    release(v_free, before, STAGES, j > 0)
+    release(v_free, before, STAGES, read)
     p = following
     return p, rescaled(acc, rescale, RUNNING), m, l, tally
 
@@ -319,13 +330,14 @@ def step(
 def attend(
     q, rings, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr, RUNNING: gl.constexpr,
-    RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr, PROBE: gl.constexpr,
-    UNIT_EXACT: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, APART: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr,
+    PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """O_bar, m, l and tally of a consumer's rows over all their tiles, from numbers gk, gv on.
 
     turn: how many blocks were before; q_free: of the buffer that the last of them is written from.
+    APART: the first tile has code of its own, with no product beside its softmax.
     """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
@@ -335,15 +347,31 @@ def attend(
     if PROBE:
         tally = none_counted(tally, p, m, unit, S_LAYOUT, POLICY, PAIRS, UNIT_EXACT)
     last = tiles - 1
-    for j in range(tiles):
+    if APART:
+        s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        release(k_free, gk, STAGES)
+        if turn > 0:
+            release_output(q_free)
+        s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
+        if last == 0:
+            s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
+        wide, m, l, rescale, tally = softmax_tile(
+            s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
+            UNIT_EXACT)  # fmt: skip
+        p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
+    for j in range(APART, tiles):
         start = gl.where(j == last, j * TILE, -1)
         p, acc, m, l, tally = step(
             p, acc, m, l, tally, j, turn, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor,
-            unit, policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, CAUSAL, RUNNING, RAW, ROUND_S, POLICY,
-            PROBE, UNIT_EXACT)  # fmt: skip
+            unit, policy, S_LAYOUT, P_LAYOUT, STAGES, EARLY, APART, CAUSAL, RUNNING, RAW, ROUND_S,
+            POLICY, PROBE, UNIT_EXACT)  # fmt: skip
     if PROBE:
         tally = with_ones(tally, p)
-    acc = ask_output(p, rings, acc, gv + last, last > 0, STAGES)
+    more = True
+    if not APART:
+        more = last > 0
+    acc = ask_output(p, rings, acc, gv + last, more, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv + last, STAGES)
     return acc, m, l, tally

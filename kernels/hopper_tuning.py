@@ -44,8 +44,8 @@ def candidates(kind: str, head_dim: int) -> list[Plan]:
     stages = (2, 4) if plain and head_dim == 64 else (2,)
     early = (False, True) if plain else (False,)
     return [
-        Plan(stages=s, early=e, registers=r)
-        for s, e, r in itertools.product(stages, early, (240, 216))
+        Plan(stages=s, early=e, apart=a)
+        for s, e, a in itertools.product(stages, early, (False, True))
     ]
 
 
@@ -53,7 +53,7 @@ def words(plan: Plan | str) -> str:
     """A plan in a table."""
     if plan == GENERAL:
         return plan
-    return f"{plan.stages} stages, {plan.registers} registers{', early' * plan.early}"
+    return f"{plan.stages} stages{', early' * plan.early}{', apart' * plan.apart}"
 
 
 def forward(case, plan: Plan | str, q, k, v):
