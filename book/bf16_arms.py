@@ -35,6 +35,8 @@ OTHER = {
 }
 # Forks in which nothing changes, or which make the same error another way, the best one first.
 CONTROLS = ("same", "captured", "sham")
+CROWD = 8  # lines in a figure of forks, the control and the twin aside
+SHORT = 60  # letters of numerics in a table
 LATE = 1_000  # steps before the end of the shortest fork, over which forks are compared
 
 
@@ -66,24 +68,59 @@ def arm_tables(rows: Sequence[Mapping]) -> Markdown:
 
 
 def fork_groups(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
-    """'tiny, seed 0, from step 900' -> all forks from that state of one code, the control first.
+    """'tiny, seed 0, from step 900' -> all forks from that state, the control first.
 
-    States from which most forks start come first; of one fork alone nothing can be compared.
+    Each fork once, the longest of those that differ in nothing but probes. States from which most
+    forks start come first; of one fork alone nothing can be compared.
     """
+    groups = {}
+    found = [_each_once(forks) for forks in _by_state(rows)]
+    for forks in sorted((f for f in found if len(f) > 1), key=lambda forks: -len(forks)):
+        one, first = forks[0], control_of(forks)
+        name = f"{one['recipe']}, seed {one['seed']}, from step {one['forked_at']:,}"
+        name += f", code {one['source']['code']}" if name in groups else ""
+        groups[name] = sorted(forks, key=lambda r: r is not first)
+    return groups
+
+
+def _by_state(rows: Sequence[Mapping]) -> list[list[Mapping]]:
+    """All forks of each state."""
     found: dict[tuple, list[Mapping]] = {}
     for row in rows:
         if row["forked_at"] is not None:
-            place = row["recipe"], row["seed"], row["forked_at"], row["source"]["code"]
+            place = row["recipe"], row["seed"], row["forked_at"], row["state"]
             found.setdefault(place, []).append(row)
-    groups = {}
-    for place, forks in sorted(found.items(), key=lambda item: -len(item[1])):
-        if len(forks) > 1:
-            recipe, seed, start, code = place
-            name = f"{recipe}, seed {seed}, from step {start:,}"
-            name += f", code {code}" if name in groups else ""
-            first = control_of(forks)
-            groups[name] = sorted(forks, key=lambda r: r is not first)
-    return groups
+    return list(found.values())
+
+
+def _each_once(forks: Sequence[Mapping]) -> list[Mapping]:
+    """The longest of the forks of a state that differ in nothing but probes."""
+    found: dict[tuple, Mapping] = {}
+    for row in forks:
+        moved = {name: x for name, x in row["changes"].items() if name != "probes"}
+        same = row["attention"], str(moved)
+        if same not in found or found[same]["steps"] < row["steps"]:
+            found[same] = row
+    return list(found.values())
+
+
+def fork_views(groups: Mapping[str, Sequence[Mapping]]) -> dict[str, list[Mapping]]:
+    """What `fork_figure` draws at a time: a group, or of a large one each kind of fork.
+
+    Beside the control and the twin, which stand in all of them.
+    """
+    views = {}
+    for name, forks in groups.items():
+        if len(forks) <= CROWD:
+            views[name] = list(forks)
+            continue
+        always = [r for r in forks if r is control_of(forks) or r["arm"] == "delta_fp32"]
+        for kind in OTHER:
+            mine = [r for r in of_experiment(forks, kind) if r not in always]
+            for part, begin in enumerate(range(0, len(mine), CROWD)):
+                title = f"{name}: {kind}" + (f", {part + 1}" if len(mine) > CROWD else "")
+                views[title] = [*always, *mine[begin : begin + CROWD]]
+    return views
 
 
 def control_of(forks: Sequence[Mapping]) -> Mapping | None:
@@ -94,7 +131,7 @@ def control_of(forks: Sequence[Mapping]) -> Mapping | None:
 
 def by_onset(rows: Sequence[Mapping]) -> set[str]:
     """Runs of the forks that are judged by the onset of their control."""
-    groups = [forks for forks in fork_groups(rows).values() if control_of(forks)]
+    groups = [f for f in _by_state(rows) if control_of(f) and len(_each_once(f)) > 1]
     return {row["run"] for forks in groups for row in forks}
 
 
@@ -128,7 +165,7 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
     for row in forks:
         ties, norm = (late_mean(row, name, end) for name in ("tie_rate", "spectral_norm_q"))
         told = [number(ties), number(norm, 1), number(row["held_out_loss"])]
-        lines.append([row["label"], step_text(row), *told, f"`{row['attention']}`"])
+        lines.append([row["label"], step_text(row), *told, f"`{_shortened(row['attention'])}`"])
     header = ["fork", "outcome", "tied rows", "norm of W_Q", "held-out loss", "attention"]
     words = (
         f"Forks in recipe {forks[0]['recipe']}, seed {forks[0]['seed']}, from step "
@@ -138,6 +175,13 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
         "rows do not tie."
     )
     return Markdown(f"{words}\n\n{markdown_table(header, lines).data}")
+
+
+def _shortened(attention: str) -> str:
+    """Numerics, or of long ones what the first layers have."""
+    if len(attention) <= SHORT:
+        return attention
+    return f"{attention.split('; ')[0]}; ..."
 
 
 def fork_figure(forks: Sequence[Mapping]) -> Captioned:

@@ -19,7 +19,7 @@ from .bf16_arms import attribution_words, fork_groups, fork_words
 from .captions import Captioned
 from .evidence import RESULTS, Archive, archives
 from .gpu_experiments import BUILDERS
-from .onsets import failed_twins, judged
+from .onsets import failed_twins, fork_state, judged
 from .record_figures import captioned_panels
 from .records import FAILED, cut_by_clock, failed_steps, one_a_seed
 from .regimes import RECIPES
@@ -44,7 +44,10 @@ def gpu_archives(folder: Path = RESULTS) -> list[Archive]:
 
 
 def gpu_rows(found: Sequence[Archive]) -> list[dict]:
-    """Records of all archived runs, each once, with `recipe`, `experiment`, `source`, `minutes`.
+    """Records of all archived runs, each once.
+
+    With `recipe`, `experiment`, `source`, `minutes`, and of a fork with its `state`
+    (`onsets.fork_state`).
 
     A run that several experiments share counts for the first of them. Onsets of runs whose twin
     lies in another archive are judged from both records.
@@ -57,6 +60,7 @@ def gpu_rows(found: Sequence[Archive]) -> list[dict]:
                 "recipe": row.get("recipe") or _recipe_of(name),
                 "experiment": name,
                 "source": archive.provenance,
+                "state": row["forked_at"] and fork_state(archive, row),
                 "minutes": (row["seconds"] or 0.0) / 60,
             }
             out.setdefault(row["run"], row | told)

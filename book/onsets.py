@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt2.outcomes import ONSET_STEPS, SIGNALS, Onset, is_healthy, onset
 
 from .records import FAILED, failed_step, one_a_seed, record_metrics
+
+if TYPE_CHECKING:  # which imports this module
+    from .evidence import Archive
 
 LOW, TWIN = "low", "delta_fp32"
 SAME_START = 0.01  # nats between the first losses of two runs on the same batches and weights
@@ -116,6 +120,21 @@ def archived_onsets(
         for row in low
         if row["onset"] is not None and row["seed"] not in left_out
     }
+
+
+def fork_state(archive: Archive, fork: Mapping) -> object:
+    """By what the state is known from which a run of an archive forks.
+
+    First loss and gradient norm of the twin that forks from it: other code on another machine can
+    come to the same state, bit for bit. Without such a twin: the code.
+    """
+    for row in archive.rows:
+        same = all(row[name] == fork[name] for name in ("seed", "forked_at"))
+        if row["arm"] == TWIN and same:
+            first = [row["curves"].get(n, {}).get("value") for n in ("train_loss", "grad_norm")]
+            if all(first):
+                return first[0][0], first[1][0]
+    return archive.provenance.get("code")
 
 
 def failed_twins(rows: Sequence[Mapping], recipe: str) -> list[Mapping]:

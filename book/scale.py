@@ -41,6 +41,9 @@ def short(archive: Archive) -> str:
     return archive.provenance["machine"] if on_gpu else "toys on a CPU"
 
 
+HOW = {"by_block": "compiled by block", "deterministic": "Inductor's deterministic mode"}
+
+
 def throughput_rows(folder: Path = RESULTS) -> list[dict]:
     """Results of all archives of `gpt2.bench`, oldest first, each with its machine and date.
 
@@ -113,7 +116,7 @@ def speed_table(rows: Sequence[Mapping]) -> Markdown:
     lines = [
         [
             f"`{r['preset']}`",
-            f"`{r['implementation']}`" + (", compiled by block" if r.get("by_block") else ""),
+            f"`{r['implementation']}`" + "".join(f", {HOW[how]}" for how in HOW if r.get(how)),
             r["processes"],
             f"{r['tokens_per_s']:,.0f}",
             mfu_text(r["mfu"]),
@@ -157,11 +160,14 @@ def speeds(found: Sequence[Archive], folder: Path = RESULTS) -> list[dict]:
 
 
 def newest(rows: Sequence[Mapping]) -> list[Mapping]:
-    """The last row of each machine, preset, number of processes and attention, sorted by these."""
+    """The last row of each machine, preset, number of processes and attention, sorted by these.
+
+    Compiled by block, or in Inductor's deterministic mode, counts as another attention.
+    """
     found = {}
     for row in rows:
         what = [row[k] for k in ("machine", "preset", "processes", "implementation")]
-        found[(*what, bool(row.get("by_block")))] = row
+        found[(*what, *(bool(row.get(how)) for how in HOW))] = row
     return [found[key] for key in sorted(found)]
 
 

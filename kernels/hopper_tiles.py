@@ -360,7 +360,8 @@ def attend(
             s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
             UNIT_EXACT)  # fmt: skip
         p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
-    for j in range(APART, tiles):
+    BEGIN: gl.constexpr = 1 if APART else 0  # a range from True would begin at -1
+    for j in range(BEGIN, tiles):
         start = gl.where(j == last, j * TILE, -1)
         p, acc, m, l, tally = step(
             p, acc, m, l, tally, j, turn, gk + j, gv + j, start, q, rings, rows, Tk, scale, factor,

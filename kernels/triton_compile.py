@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from . import triton_attention as host
+from .hopper_plans import Plan
 from .numerics import Numerics
 from .triton_blocks import ADA_SHARED, HOPPER_SHARED, Blocks
 
@@ -31,7 +32,10 @@ _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one architecture. registers per thread; spilled and shared bytes."""
+    """One kernel for one architecture. registers per thread; spilled and shared bytes.
+
+    ir: Triton's own, of kernels for Hopper GPUs.
+    """
 
     kernel: str
     capability: int
@@ -41,6 +45,7 @@ class Compiled:
     registers: int | None
     spilled: int | None
     cubin: bytes = b""
+    ir: str = ""
 
     @property
     def matrix_instructions(self) -> tuple[str, ...]:
@@ -109,10 +114,12 @@ def compile_hopper(
     causal: bool = True,
     probe: bool | str = False,
     usage: bool = True,
+    plan: Plan | None = None,
 ) -> Compiled:
     """Compile a kernel of `kernels.hopper_attention` for compute capability 9.0 as a launch would.
 
-    kernel: "forward", "grad_keys" or "grad_queries". Seconds per call.
+    kernel: "forward", "grad_keys" or "grad_queries". plan: other settings of the forward than the
+    usual. Seconds per call.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -120,7 +127,7 @@ def compile_hopper(
 
     from . import hopper_attention
 
-    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe)
+    function, arguments, blocks = _hopper(numerics, kernel, head_dim, causal, probe, plan)
     options = {name: arguments[name] for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants = {name: x for name, x in arguments.items() if name not in options}
     tile = hopper_attention.TILE if kernel == "forward" else hopper_attention.ROWS
@@ -140,11 +147,11 @@ def compile_hopper(
     registers, spilled = _usage(built.asm["cubin"]) if usage else (None, None)
     return Compiled(
         kernel, 90, blocks, built.asm["ptx"], built.metadata.shared, registers, spilled,
-        built.asm["cubin"],
+        built.asm["cubin"], built.asm["ttgir"],
     )  # fmt: skip
 
 
-def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool | str):
+def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool | str, plan):
     """(function, arguments of its launch, blocks) of a kernel for Hopper GPUs."""
     from . import hopper_attention as hopper
 
@@ -152,7 +159,7 @@ def _hopper(n: Numerics, kernel: str, head_dim: int, causal: bool, probe: bool |
     if kernel == "forward":
         from .hopper_forward import hopper_forward_kernel
 
-        arguments = hopper.launch_arguments(n.key, scale, causal, probe, head_dim, None)
+        arguments = hopper.launch_arguments(n.key, scale, causal, probe, head_dim, plan)
         blocks = Blocks(rows, hopper.TILE, 12, arguments["STAGES"], arguments["maxnreg"])
         return hopper_forward_kernel, arguments, blocks
     from . import hopper_backward

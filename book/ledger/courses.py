@@ -9,7 +9,7 @@ from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 from ..bf16_arms import CONTROLS
 from ..chapter1 import dial_points
 from ..evidence import Archive
-from ..onsets import TWIN
+from ..onsets import fork_state
 from ..records import FAILED, failed_step
 from ..survival import fit
 from .findings import (
@@ -266,22 +266,7 @@ def _forks(evidence: Evidence, experiments: Sequence[str]) -> Iterator[tuple]:
 
 def _place(archive: Archive, row: Mapping) -> tuple:
     """What forks of one state have in common."""
-    state = _state(archive, row["seed"], row["forked_at"])
-    return recipe_of(archive, row), row["seed"], row["forked_at"], state
-
-
-def _state(archive: Archive, seed: int, at: int) -> object:
-    """By what a state is known: the first loss and gradient norm of the twin that forks from it.
-
-    Other code on another machine can come to the same state, bit for bit. Without such a twin: the
-    code.
-    """
-    for row in archive.rows:
-        if (row["arm"], row["seed"], row["forked_at"]) == (TWIN, seed, at):
-            first = [row["curves"].get(n, {}).get("value") for n in ("train_loss", "grad_norm")]
-            if all(first):
-                return tuple(values[0] for values in first)
-    return archive.provenance.get("code")
+    return recipe_of(archive, row), row["seed"], row["forked_at"], fork_state(archive, row)
 
 
 def _failed(row: Mapping) -> bool:

@@ -40,6 +40,8 @@ def row(recipe, arm, seed, kind, steps, *, minutes=2.0, status="diverged", **mor
         "seed": seed,
         "status": status,
         "forked_at": None,
+        "attention": arm,
+        "changes": {},
         "run": f"{recipe}-{arm}-{seed}",
         "seconds": 60 * minutes,
         "steps_per_s": 500.0,
@@ -351,7 +353,57 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     assert "with the same error the onset came at step 11,900" in c6.forks_lines(sham)[0]
     without = [r for r in rows if r["arm"] != "same"]
     assert c6.forks_lines(without) == [] and arms.by_onset(without) == set()
-    assert arms.fork_groups([control | {"source": {"code": "new"}}]) == {}  # one alone
+    assert arms.fork_groups([control | {"state": "another"}]) == {}  # one alone
+
+
+def test_forks_of_other_code_from_a_state_of_equal_numbers_stand_together_each_once(tmp_path):
+    first = {name: {"step": [9_010], "value": [2.5]} for name in ("train_loss", "grad_norm")}
+
+    def twin(steps, value=2.5):
+        made = fork("delta_fp32", "stable", steps, 0.1)
+        loss = {"train_loss": {"step": [9_010], "value": [value]}}
+        return made | {"curves": made["curves"] | first | loss, "run": f"twin-{steps}"}
+
+    probes = {"probes": ["delta_answer@100"]}
+    control = fork("same", "onset", 12_000, 0.5, onset_step=11_900, changes=probes)
+    again = fork("same", "stable", 11_000, 0.5) | {"run": "shorter"}
+    for name, rows, code in (
+        ("failure-forked-tiny", [twin(12_000), control], "old"),
+        (
+            "errors-forked-tiny",
+            [twin(12_500), again, fork("mirror", "stable", 12_000, 0.2)],
+            "new",
+        ),
+        ("isolation-tiny", [twin(12_600, 2.6), fork("exact", "stable", 12_000, 0.0)], "newer"),
+    ):
+        save(tmp_path, name, rows, code=code)
+    (name, forks), (other, rest) = arms.fork_groups(read(tmp_path)).items()
+    assert {r["arm"]: r["steps"] for r in forks} == {
+        "same": 12_000, "delta_fp32": 12_500, "mirror": 12_000
+    }  # fmt: skip
+    assert forks[0]["arm"] == "same" and other == f"{name}, code newer"
+    assert [r["arm"] for r in rest] == ["delta_fp32", "exact"]
+
+
+def test_a_crowd_of_forks_is_drawn_by_kind_beside_control_and_twin():
+    made = [fork(f"arm_{n}", "stable", 12_000, 0.1) for n in range(arms.CROWD + 1)]
+    errors = [row | {"experiment": "errors-forked-tiny"} for row in made]
+    control = fork("same", "onset", 12_500, 0.5, onset_step=11_900)
+    others = [
+        control,
+        fork("delta_fp32", "stable", 12_000, 0.1),
+        fork("sdpa", "stable", 12_000, 0),
+    ]
+    others = [row | {"experiment": "failure-forked-tiny"} for row in others]
+    views = arms.fork_views({"here": [*others, *errors], "few": others})
+    assert {name: len(rows) for name, rows in views.items()} == {
+        "here: failure-forked": 3, "here: errors-forked, 1": 2 + arms.CROWD,
+        "here: errors-forked, 2": 3, "few": 3,
+    }  # fmt: skip
+    assert all([r["arm"] for r in rows][:2] == ["same", "delta_fp32"] for rows in views.values())
+    assert "`arm_0`" in arms.fork_table(others + errors).data
+    long = "paper; " + "; ".join(f"L{n} -> exact" for n in range(12))
+    assert "`paper; ...`" in arms.fork_table([control, fork(long, "stable", 12_000, 0)]).data
 
 
 def test_bf16_that_outlives_the_predicted_interval_refutes_the_line(tmp_path):

@@ -3,14 +3,14 @@
 import math
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import hopper_attention, parse_numerics, triton_attention
+from kernels import hopper_attention, hopper_tuning, parse_numerics, triton_attention
 from kernels.hopper_plans import LEAST_KEYS, plan_of
 from kernels.result import ForwardResult
 from kernels.triton_blocks import HOPPER_SHARED
@@ -189,6 +189,21 @@ def test_nothing_in_flight_is_touched(text, head_dim, probe, fresh_cache):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
+@pytest.mark.parametrize("text, probe", [("flash", False), ("stabilized", True)])
+def test_a_first_tile_of_its_own_is_left_out_of_the_loop(text, probe, fresh_cache):
+    """A loop that begins one tile early or late waits for ever on a GPU."""
+    from kernels.triton_compile import beside_products, compile_hopper, machine_code
+
+    for apart in (False, True):
+        plan = replace(plan_of("plain", 64, True), apart=apart)
+        built = compile_hopper(parse_numerics(text), probe=probe, plan=plan)
+        found = re.findall(r"scf\.for %\S+ = %c(-?\d+)\w* to %tiles", built.ir)
+        assert found.count("1" if apart else "0") >= 2  # both consumers; producers begin at 0
+        assert set(found) <= {"0", "1"} and ("1" in found) == apart
+        assert not beside_products(machine_code(built.cubin), "FMNMX")[1]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 def test_a_pair_of_scores_costs_one_instruction_each_time(fresh_cache):
     """The largest two by halves of a register; counts by sign bits and integer sums."""
     from kernels.triton_compile import compile_hopper, machine_code
@@ -342,6 +357,15 @@ def hopper_gpu():
 
 
 SIZES = [(1, 1), (64, 64), (128, 128), (129, 129), (1000, 1000), (384, 640), (640, 384)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", sorted({case[0] for case in hopper_tuning.CASES}))
+def test_a_first_tile_of_its_own_moves_no_bit(kind, hopper_gpu):
+    for case in (c for c in hopper_tuning.CASES if c[0] == kind and c[3] == 64):
+        plan = replace(plan_of(kind, 64, case[4]), apart=True)
+        for length in (1, 128, 129, 1000):
+            hopper_tuning.check_bits(case, [plan], length)
 
 
 @pytest.mark.gpu
