@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernels import emulated, parse_numerics
 from kernels.forensics import coherent_gain
@@ -70,6 +72,18 @@ def test_the_leading_direction_is_the_one_that_rows_share():
     assert torch.allclose(leading_direction(-PK), -found, atol=1e-5)
     PK[0, 0, 0] = math.nan  # a diverging run must end by its loss, not in a decomposition
     assert torch.isfinite(leading_direction(PK)).all()
+
+
+@given(st.integers(0, 2**20), st.integers(-12, 3))
+def test_the_leading_direction_is_the_first_singular_vector(seed, exponent):
+    generator = torch.Generator().manual_seed(seed)
+    PK = torch.randn(2, 3, 20, 16, generator=generator, dtype=torch.float64) * 10.0**exponent
+    found = leading_direction(PK)
+    _, sizes, vectors = torch.linalg.svd(PK.transpose(0, 1).flatten(1, 2))
+    clear = sizes[:, 1] < 0.9999 * sizes[:, 0]
+    assert ((found * vectors[:, 0]).sum(-1).abs() > 1 - 1e-9)[clear].all()
+    assert torch.allclose(found.norm(dim=-1), torch.ones(3, dtype=torch.float64))
+    assert not leading_direction(torch.zeros_like(PK)).any()
 
 
 def test_random_directions_have_a_coherent_gain_near_one_and_shared_ones_do_not():
