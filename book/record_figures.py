@@ -42,7 +42,9 @@ def captioned_panels(
     """
     told = "; ".join(f"{row['label']}: {step_text(row)}" for row in rows)
     codes = [row.get("code") or row["source"]["code"] for row in rows]
+    dates = sorted({row["source"]["date"][:10] for row in rows})
     mine = {"seeds": [rows[0]["seed"]], "code": ", ".join(dict.fromkeys(codes))}
+    mine["date"] = ", ".join(dates)
     source = archived(rows[0]["source"] | mine)
     figure = record_panels(rows, metrics, **options)
     return caption(figure, f"{words} {told}.", source, alt=f"{alt} {told}.")

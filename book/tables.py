@@ -94,7 +94,8 @@ def arm_table(rows: Sequence[Mapping]) -> Markdown:
         mine = [row for row in rows if row["arm"] == name]
         failed = [row for row in mine if row["kind"] in FAILED]
         steps = failed_steps(failed)
-        spread = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        ends = dict.fromkeys((f"{steps[0]:,}", f"{steps[-1]:,}")) if steps else ("none",)
+        spread = " to ".join(ends)
         losses = [row["held_out_loss"] for row in mine if row not in failed]
         losses = [x for x in losses if x is not None]
         mean = number(sum(losses) / len(losses)) if losses else "none"

@@ -187,8 +187,7 @@ class Numerics:
         """Whether a backward or forward pass draws random numbers (a seed matters)."""
         sites = (getattr(self, s) for s in SITE_NAMES)
         drawn = any(s is not None and s.rounding == "stochastic" for s in sites)
-        kinds = ("random_sign", "shuffled", "injected", "random_direction", "fixed_direction")
-        return drawn or (self.delta_error is not None and self.delta_error.kind in kinds)
+        return drawn or (self.delta_error is not None and self.delta_error.draws)
 
     @property
     def own_delta_output(self) -> bool:

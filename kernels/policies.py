@@ -67,6 +67,8 @@ DeltaErrorKind = Literal[
     "sham",
 ]
 
+DRAWN = ("random_sign", "shuffled", "injected", "random_direction", "fixed_direction")
+
 
 @dataclass(frozen=True)
 class DeltaError:
@@ -98,6 +100,11 @@ class DeltaError:
     kind: DeltaErrorKind
     mean: float = 0.0
     rms: float = 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, from a generator that the host seeds."""
+        return self.kind in DRAWN
 
     def __post_init__(self):
         kinds = DeltaErrorKind.__args__

@@ -615,7 +615,10 @@ def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, s
     lp, hp = _row_dot(dO, low), _row_dot(dO, high)
     if n.delta_error.kind in GRADIENTS:
         return delta_of_each(n.delta_error.kind, lp, hp)
-    generator = torch.Generator(dO.device).manual_seed(int(number))
+
+    def generator(name: str) -> torch.Generator:  # reads the number: the host waits for it
+        return torch.Generator(dO.device).manual_seed(int(number))
+
     e = lp.double() - hp.double()
-    delta = disturbed_delta(n.delta_error, hp.double(), e, lambda _: generator).float()
+    delta = disturbed_delta(n.delta_error, hp.double(), e, generator).float()
     return delta, delta
