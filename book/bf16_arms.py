@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from IPython.display import Markdown
 
+from gpt2.many import shortened
 from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 
 from .captions import Captioned
@@ -36,7 +37,6 @@ OTHER = {
 # Forks in which nothing changes, or which make the same error another way, the best one first.
 CONTROLS = ("same", "captured", "sham")
 CROWD = 8  # lines in a figure of forks, the control and the twin aside
-SHORT = 60  # letters of numerics in a table
 LATE = 1_000  # steps before the end of the shortest fork, over which forks are compared
 
 
@@ -165,7 +165,7 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
     for row in forks:
         ties, norm = (late_mean(row, name, end) for name in ("tie_rate", "spectral_norm_q"))
         told = [number(ties), number(norm, 1), number(row["held_out_loss"])]
-        lines.append([row["label"], step_text(row), *told, f"`{_shortened(row['attention'])}`"])
+        lines.append([row["label"], step_text(row), *told, f"`{shortened(row['attention'])}`"])
     header = ["fork", "outcome", "tied rows", "norm of W_Q", "held-out loss", "attention"]
     words = (
         f"Forks in recipe {forks[0]['recipe']}, seed {forks[0]['seed']}, from step "
@@ -175,13 +175,6 @@ def fork_table(forks: Sequence[Mapping]) -> Markdown:
         "rows do not tie."
     )
     return Markdown(f"{words}\n\n{markdown_table(header, lines).data}")
-
-
-def _shortened(attention: str) -> str:
-    """Numerics, or of long ones what the first layers have."""
-    if len(attention) <= SHORT:
-        return attention
-    return f"{attention.split('; ')[0]}; ..."
 
 
 def fork_figure(forks: Sequence[Mapping]) -> Captioned:

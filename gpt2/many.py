@@ -297,6 +297,11 @@ def _stop(running: list[Job]) -> None:
             job.process.wait()
 
 
+def shortened(attention: str, most: int = 60) -> str:
+    """Numerics in a line of progress or a table: of long ones what the first layers have."""
+    return attention if len(attention) <= most else f"{attention.split('; ')[0]}; ..."
+
+
 class Teller:
     """At most one line of progress every `every` seconds, and one per run that ends."""
 
@@ -313,7 +318,7 @@ class Teller:
     def line(self, running: list[Job], waiting: int) -> None:
         if self.enabled and running and time.monotonic() - self._last >= self.every:
             self._last = time.monotonic()
-            parts = ", ".join(f"{j.config.attention} {j.state()}" for j in running)
+            parts = ", ".join(f"{shortened(j.config.attention)} {j.state()}" for j in running)
             print(f"[{self.done}/{self.total}] {parts}; {waiting} waiting", flush=True)
 
 
