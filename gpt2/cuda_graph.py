@@ -46,8 +46,6 @@ def _attention_obstacle(config: RunConfig, device: torch.device) -> str | None:
     scoped, dtype = ScopedNumerics.parse(config.attention), getattr(torch, config.dtype)
     for layer in range(config.n_layer):
         for n in dict.fromkeys(scoped.for_layer(layer, config.n_head)):
-            if n.delta_error is not None and n.delta_error.draws:
-                return f"delta_error={n.delta_error.kind} seeds its generator on the host"
             backend, why = resolve_backend(
                 n, device, dtype=dtype, head_dim=config.head_dim, backend=config.attention_backend
             )

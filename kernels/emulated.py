@@ -31,6 +31,7 @@ from .interventions import (
     GRADIENTS,
     delta_of_each,
     disturbed_delta,
+    generated,
     stray_gradient,
 )
 from .numerics import Numerics, Softmax
@@ -354,7 +355,8 @@ def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None, hea
     if n.delta_error.kind in GRADIENTS:
         of_q, of_k = delta_of_each(n.delta_error.kind, lp, hp)
         return column(of_q), column(of_k), None
-    return column(disturbed_delta(n.delta_error, hp, lp - hp, r.generator)), None, None
+    draws = generated(lambda: r.generator(n.delta_error.kind), hp.device)
+    return column(disturbed_delta(n.delta_error, hp, lp - hp, draws)), None, None
 
 
 def _grad_scores(r: Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ its sign (`mirror`, `random_sign`, `all_positive`), its mean (`centred`), which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +22,29 @@ DIRECTIONS = ("own_direction", "random_direction", "leading_direction", "fixed_d
 GRADIENTS = ("dQ_alone", "dK_alone")
 SQUARINGS = 24
 TINY = 1e-300  # so that zeros may be divided
-Draw = Callable[[str], torch.Generator]
 
 
-def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, generator: Draw) -> Tensor:
+@dataclass(frozen=True)
+class Draws:
+    """Where random numbers come from: shape -> uniform in [0, 1), or normal; on one device."""
+
+    uniform: Callable[[torch.Size], Tensor]
+    normal: Callable[[torch.Size], Tensor]
+
+
+def generated(generator: Callable[[], torch.Generator], device: torch.device) -> Draws:
+    """Draws of PyTorch's generators, fp32. generator: makes a seeded one, where one is needed."""
+
+    def drawn(function):
+        return lambda shape: function(shape, generator=generator(), device=device)
+
+    return Draws(drawn(torch.rand), drawn(torch.randn))
+
+
+def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, draws: Draws) -> Tensor:
     """delta under an intervention on rows: hp = delta_hp and e, float64 [B, H, T], and out alike.
 
-    generator: name -> the seeded generator to draw from. Means and shuffles are taken per head
-    over the rows of all B sequences.
+    Means and shuffles are taken per head over the rows of all B sequences.
     """
     kind = spec.kind
     if kind == "mirror":
@@ -40,16 +56,14 @@ def disturbed_delta(spec: DeltaError, hp: Tensor, e: Tensor, generator: Draw) ->
     if kind == "centred":
         return hp + (e - e.mean((0, 2), keepdim=True))
     if kind == "random_sign":
-        coin = torch.rand(e.shape, generator=generator(kind), device=e.device)
-        return torch.where(coin < 0.5, hp - e, hp + e)
+        return torch.where(draws.uniform(e.shape) < 0.5, hp - e, hp + e)
     if kind == "shuffled":
         rows = e.transpose(0, 1).flatten(1)  # [H, B T]
-        order = torch.rand(rows.shape, generator=generator(kind), device=e.device).argsort(-1)
+        order = draws.uniform(rows.shape).argsort(-1)
         mixed = rows.gather(1, order).unflatten(1, (e.shape[0], e.shape[2]))
         return hp + mixed.transpose(0, 1)
     if kind == "injected":
-        draw = torch.randn(e.shape, generator=generator(kind), device=e.device)
-        return hp + spec.mean + spec.rms * draw
+        return hp + spec.mean + spec.rms * draws.normal(e.shape)
     raise ValueError(f"delta_error={kind} is no change of delta: it says which gradient it moves")
 
 

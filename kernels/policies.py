@@ -103,7 +103,7 @@ class DeltaError:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers, from a generator that the host seeds."""
+        """Whether it draws random numbers (a seed matters)."""
         return self.kind in DRAWN
 
     def __post_init__(self):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import hopper_attention
 from .formats import FP64
-from .interventions import DIRECTIONS, GRADIENTS, delta_of_each, disturbed_delta
+from .interventions import DIRECTIONS, GRADIENTS, Draws, delta_of_each, disturbed_delta
 from .layout import empty_rows
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
 from .result import ForwardResult, wants_output
@@ -549,12 +549,12 @@ def backward(
     if into is None or into[0].dtype != _storage(n.gradients):
         into = empty_gradients(n, q, k, v)
     dq, dk, dv = into
-    number, seed = seed, _seed_tensor(seed, n, lse)
+    seed = _seed_tensor(seed, n, lse)
     q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
     choices = dict(numerics=n, causal=causal)
     if blocks is None and backward_kernel_name(dO, q, k, v, **choices) == "hopper":
         with _on(device):
-            deltas = _deltas(n, dO, out, delta_output, number, seed)
+            deltas = _deltas(n, dO, out, delta_output, seed)
         return hopper_attention.backward(
             dO, q, k, v, lse, *deltas, scale=scale, into=into, **choices
         )
@@ -580,7 +580,7 @@ def backward(
                 q, k, v, dO, lse, delta, seed, *strides, *scalars, CAUSAL=causal, **arguments
             )
         else:
-            delta, delta_k = _deltas(n, dO, out, delta_output, number, seed)
+            delta, delta_k = _deltas(n, dO, out, delta_output, seed)
         kernels.grad_keys_kernel[_programs(Tk, per_key.block_n, B * Hkv)](
             q, k, v, dO, lse, delta_k, dk, dv, seed, *strides, *dk.stride()[:3],
             *dv.stride()[:3], *scalars,
@@ -606,7 +606,7 @@ def _row_dot(dO: Tensor, O: Tensor) -> Tensor:
     return delta
 
 
-def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, seed):
+def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, seed: Tensor):
     """The deltas of dO*O that dQ and dK see, fp32 [B, H, Tq], as `delta_error` asks."""
     if n.delta_error is None:
         delta = _row_dot(dO, out if high is None else high)
@@ -615,10 +615,29 @@ def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, number, s
     lp, hp = _row_dot(dO, low), _row_dot(dO, high)
     if n.delta_error.kind in GRADIENTS:
         return delta_of_each(n.delta_error.kind, lp, hp)
-
-    def generator(name: str) -> torch.Generator:  # reads the number: the host waits for it
-        return torch.Generator(dO.device).manual_seed(int(number))
-
     e = lp.double() - hp.double()
-    delta = disturbed_delta(n.delta_error, hp.double(), e, generator).float()
+    delta = disturbed_delta(n.delta_error, hp.double(), e, _draws(seed)).float()
     return delta, delta
+
+
+def _draws(seed: Tensor) -> Draws:
+    """Numbers of the kernels' own stream for `delta_error`, by a seed in device memory.
+
+    Uniform ones in steps of 2^-24, fp32; normal ones of two such each (Box and Muller 1958), fp64.
+    """
+    from . import triton_common
+
+    def words(shape) -> Tensor:
+        out = torch.empty(shape, dtype=torch.int32, device=seed.device)
+        block = 1024
+        with _on(seed.device):
+            triton_common.random_words_kernel[(-(-out.numel() // block),)](
+                out, seed, out.numel(), STREAM=triton_common.STREAMS["delta_error"], BLOCK=block
+            )
+        return (out >> 8) & (2**24 - 1)
+
+    def normal(shape) -> Tensor:
+        first, second = (words((2, *shape)).double() + 0.5) * 2.0**-24
+        return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos()
+
+    return Draws(lambda shape: words(shape) * 2.0**-24, normal)

@@ -56,6 +56,7 @@ STREAMS = {
             "input_k",
             "input_v",
             "input_dout",
+            "delta_error",
         )
     )
 }
@@ -136,6 +137,13 @@ def random_words(seed, index, STREAM: tl.constexpr):
     stream = tl.zeros_like(low) + STREAM
     word, _, _, _ = tl.philox(seed, low, high, stream.to(tl.uint32), tl.zeros_like(low))
     return word.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def random_words_kernel(out, seed_ptr, count, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+    """`random_words` of the first `count` indices, int32."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + index, random_words(tl.load(seed_ptr), index, STREAM), mask=index < count)
 
 
 @triton.jit

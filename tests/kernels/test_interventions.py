@@ -13,6 +13,7 @@ from kernels.interventions import (
     DIRECTIONS,
     GRADIENTS,
     disturbed_delta,
+    generated,
     leading_direction,
     stray_gradient,
 )
@@ -25,7 +26,8 @@ def draw(seed=0):
 
 def errors(kind, e, **moments):
     """What the kind makes of e, with delta_hp = 0."""
-    return disturbed_delta(DeltaError(kind, **moments), torch.zeros_like(e), e, draw())
+    draws = generated(lambda: draw()(kind), e.device)
+    return disturbed_delta(DeltaError(kind, **moments), torch.zeros_like(e), e, draws)
 
 
 @pytest.fixture

@@ -74,6 +74,23 @@ def test_random_delta_errors_have_the_asked_moments():
     assert torch.equal(first["dq"], again["dq"])
 
 
+def test_draws_of_the_kernels_are_uniform_and_normal_and_known_by_their_seed():
+    shape, n = (3, 2, 5_000), 30_000
+    draws, other = (triton_attention._draws(torch.tensor([seed])) for seed in (7, 8))
+    uniform, normal = draws.uniform(shape).double(), draws.normal(shape)
+    assert uniform.shape == normal.shape == shape
+    assert 0 <= uniform.min() < 1e-3 and 1 - 1e-3 < uniform.max() < 1
+    for x, moments in ((uniform - 0.5, (1 / 12, 1 / 80)), (normal, (1.0, 3.0))):
+        assert abs(x.mean()) < 4 * (moments[0] / n) ** 0.5
+        assert (
+            abs(x.square().mean() - moments[0]) < 4 * ((moments[1] - moments[0] ** 2) / n) ** 0.5
+        )
+    pairs = (uniform[:, :, 1:] - 0.5) * (uniform[:, :, :-1] - 0.5)  # of neighbours
+    assert abs(pairs.mean()) < 4 / 12 / n**0.5
+    assert torch.equal(draws.uniform(shape).double(), uniform)
+    assert not torch.equal(other.uniform(shape).double(), uniform)
+
+
 @pytest.mark.parametrize("D, Dv", ((1, 1), (8, 24), (40, 40)))
 def test_head_dimensions_that_are_no_power_of_two(D, Dv):
     for text in ("flash,tile=16", "paper"):
