@@ -205,13 +205,12 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     )
     alive = [r for r in others if r["onset_step"] is None and r["kind"] not in FAILED]
     signed = [r for r in others if r not in alive]
-    outlived = sum(is_healthy(r["steps"], due) for r in alive)
+    judged = [r for r in alive if is_healthy(r["steps"], due)]
+    short = [f"{r['label']} (by {r['steps']:,})" for r in alive if r not in judged]
+    times = f"{HEALTHY_FACTOR:g} times the control's steps to its onset"
     words += f" With a sign as well: {_told(signed, end)}." if signed else ""
-    words += f" Without: {_told(alive, end)}." if alive else ""
-    words += (
-        f" Of the {len(alive)} forks without a sign {outlived} went on for {HEALTHY_FACTOR:g} "
-        "times the control's steps to its onset, as a judgement asks."
-    )
+    words += f" Without one for {times}: {_told(judged, end)}." if judged else ""
+    words += f" Without one, but cut before {times}: {', '.join(short)}." if short else ""
     moved = known is not None and known["onset_step"] not in (None, due)
     if moved and known.get("code") != control["source"]["code"]:
         words += (
