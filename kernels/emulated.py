@@ -20,7 +20,7 @@ Rules that the other backends follow too:
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -375,7 +375,11 @@ def _stray(r: Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float,
     if error is None:
         return None
     PK = torch.bmm(P, k).unflatten(0, head)
-    return stray_gradient(r.numerics.delta_error, error, PK, scale, r.generator).flatten(0, 1)
+    spec = r.numerics.delta_error
+    draws, fixed = (
+        generated(partial(r.generator, spec.kind, **seed), PK.device) for seed in ({}, {"seed": 0})
+    )
+    return stray_gradient(spec, error, PK, scale, draws, fixed).flatten(0, 1)
 
 
 def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, group=1, error=None) -> Tensor:

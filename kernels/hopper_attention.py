@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .hopper_plans import LEAST_KEYS, Plan, plan_of
+from .interventions import DIRECTIONS
 from .numerics import Numerics
 from .result import ForwardResult
 
@@ -301,6 +302,8 @@ def _refused_backward_numerics(n: Numerics) -> str | None:
         return "a site rounds stochastically"
     if n.delta != "dO_O":
         return f"delta={n.delta}: only dO_O is served"
+    if n.delta_error is not None and n.delta_error.kind in DIRECTIONS:
+        return f"delta_error={n.delta_error.kind}: dQ is moved before it is rounded"
     if _bits(n, "scores") not in (7, 23):
         return f"scores={n.scores}: not served"
     for name, bits in BACKWARD.items():

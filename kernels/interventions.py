@@ -72,27 +72,29 @@ def delta_of_each(kind: str, lp: Tensor, hp: Tensor) -> tuple[Tensor, Tensor]:
     return (lp, hp) if kind == "dQ_alone" else (hp, lp)
 
 
-def stray_gradient(spec: DeltaError, e: Tensor, PK: Tensor, scale: float, generator) -> Tensor:
+def stray_gradient(
+    spec: DeltaError, e: Tensor, PK: Tensor, scale: float, draws: Draws, fixed: Draws
+) -> Tensor:
     """What an intervention on directions subtracts from dQ, [B, H, T, D].
 
     e [B, H, T, 1], PK [B, H, T, D]: row T moves by scale * e[T] * |(PK)[T]| along the kind's unit
-    vector. generator(name, seed=None) -> the seeded generator; seed=0 for what no step changes.
+    vector. fixed: draws that no step changes.
     """
     if spec.kind == "own_direction":
         return scale * e * PK
     length = PK.norm(dim=-1, keepdim=True)
-    return scale * e * length * _unit_vectors(spec.kind, PK, generator)
+    return scale * e * length * _unit_vectors(spec.kind, PK, draws, fixed)
 
 
-def _unit_vectors(kind: str, PK: Tensor, generator) -> Tensor:
+def _unit_vectors(kind: str, PK: Tensor, draws: Draws, fixed: Draws) -> Tensor:
     """[B, H, T, D] fresh per row, or [1, H, 1, D] of a head."""
     _, H, _, D = PK.shape
     if kind == "leading_direction":
         return leading_direction(PK)[None, :, None]
     if kind == "random_direction":
-        u = torch.randn(PK.shape, generator=generator(kind), device=PK.device)
+        u = draws.normal(PK.shape)
     else:
-        u = torch.randn(1, H, 1, D, generator=generator(kind, seed=0), device=PK.device)
+        u = fixed.normal(torch.Size((1, H, 1, D)))
     return normalize(u.to(PK.dtype), dim=-1)
 
 

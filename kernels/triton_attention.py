@@ -2,8 +2,8 @@
 
 Covered: the flash and paper families (row or running reference), the softmax policies safe,
 shifted, stabilized and guarded, formats with 8 exponent bits and any fraction (bf16, fp32 and the
-dials between), nearest-even and stochastic rounding, both deltas, and the delta errors but for
-those along a direction. The rest is refused by name and is the emulator's (`kernels.emulated`).
+dials between), nearest-even and stochastic rounding, both deltas, and all delta errors. The rest
+is refused by name and is the emulator's (`kernels.emulated`).
 
 Importing this module needs neither Triton nor a GPU: kernels are imported at the first call.
 Stochastic sites draw Philox bits from (seed, site, element): the same law as the emulator's, other
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from . import hopper_attention
 from .formats import FP64
-from .interventions import DIRECTIONS, GRADIENTS, Draws, delta_of_each, disturbed_delta
+from .interventions import (
+    DIRECTIONS,
+    GRADIENTS,
+    Draws,
+    delta_of_each,
+    disturbed_delta,
+    stray_gradient,
+)
 from .layout import empty_rows
 from .numerics import SITE_NAMES, Numerics, Site, parse_numerics
 from .result import ForwardResult, wants_output
@@ -73,11 +81,6 @@ def _refused_numerics(n: Numerics) -> str | None:
     moving = policy.kind in ("stabilized", "guarded")
     if n.reference == "running" and moving and policy.decide == "row":
         return f"softmax={policy.kind} decided per row needs reference='row' (or decide='tile')"
-    if n.delta_error is not None and n.delta_error.kind in DIRECTIONS:
-        return (
-            f"delta_error={n.delta_error.kind}: the Triton kernels change delta, not dQ itself; "
-            "use backend='emulated'"
-        )
     if n.delta_error is not None and n.delta != "dO_O":
         return "delta_error changes the delta of dO*O; use delta='dO_O'"
     return None
@@ -548,6 +551,10 @@ def backward(
     Hkv, Tk, DV = *k.shape[1:3], v.shape[3]
     if into is None or into[0].dtype != _storage(n.gradients):
         into = empty_gradients(n, q, k, v)
+    if n.delta_error is not None and n.delta_error.kind in DIRECTIONS:
+        choices = dict(numerics=n, causal=causal, scale=scale, seed=seed)
+        found = _with_stray_gradient(dout, q, k, v, out, lse, delta_output, **choices)
+        return tuple(x.copy_(y) for x, y in zip(into, found))
     dq, dk, dv = into
     seed = _seed_tensor(seed, n, lse)
     q, k, v, dO = _inputs(n, seed, q=q, k=k, v=v, dout=dout)
@@ -593,6 +600,37 @@ def backward(
     return dq, dk, dv
 
 
+def _with_stray_gradient(
+    dout, q, k, v, out, lse, delta_output, *, numerics: Numerics, causal: bool, scale: float, seed
+) -> list[Tensor]:
+    """dQ, dK, dV where an error of delta moves dQ itself: from delta_hp, moved in fp32, rounded.
+
+    P K, along which it moves, is the O of a forward whose values are the keys.
+    """
+    n, fp32 = numerics, Site()
+    choices = dict(causal=causal, scale=scale, seed=seed)
+    high = replace(n, delta_error=None, delta_output=fp32, gradients=fp32)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, delta_output, numerics=high, **choices)
+    own = _seed_tensor(seed, n, lse)
+    q, k, dO = _inputs(n, own, q=q, k=k, dout=dout)
+    weights = replace(Numerics(), scores=n.scores)
+    PK = forward(q, k, k, numerics=weights, **choices).out
+    with _on(q.device):
+        lp, hp = (_row_dot(dO, x) for x in _low_and_high(n, out, delta_output, own))
+    e = (lp.double() - hp.double()).float().unsqueeze(-1)
+    fixed = _draws(torch.zeros(1, dtype=torch.int64, device=q.device))
+    dq -= stray_gradient(n.delta_error, e, PK, scale, _draws(own), fixed)
+    found = dict(grad_q=dq, grad_k=dk, grad_v=dv)
+    return [_prepare(x, n.gradients, name, own) for name, x in found.items()]
+
+
+def _low_and_high(n: Numerics, out: Tensor, high: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """The O of delta_lp and that of delta_hp."""
+    if n.delta_output is None:
+        return out, high
+    return _prepare(high, n.delta_output, "delta_output", seed), high
+
+
 def _row_dot(dO: Tensor, O: Tensor) -> Tensor:
     """rowsum(dO * O) in fp32, [B, H, Tq]."""
     from .triton_backward import delta_kernel
@@ -611,8 +649,7 @@ def _deltas(n: Numerics, dO: Tensor, out: Tensor, high: Tensor | None, seed: Ten
     if n.delta_error is None:
         delta = _row_dot(dO, out if high is None else high)
         return delta, delta
-    low = out if n.delta_output is None else _prepare(high, n.delta_output, "delta_output", seed)
-    lp, hp = _row_dot(dO, low), _row_dot(dO, high)
+    lp, hp = (_row_dot(dO, x) for x in _low_and_high(n, out, high, seed))
     if n.delta_error.kind in GRADIENTS:
         return delta_of_each(n.delta_error.kind, lp, hp)
     e = lp.double() - hp.double()

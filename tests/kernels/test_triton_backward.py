@@ -11,9 +11,9 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.interpreted
 
 
-def gradients(module, text, tensors, causal, scale, given=None):
+def gradients(module, text, tensors, causal, scale, given=None, seed=0):
     n = parse_numerics(text)
-    found = parity.run(module, n, tensors, causal=causal, scale=scale, given=given)
+    found = parity.run(module, n, tensors, causal=causal, scale=scale, given=given, seed=seed)
     return {name: found[name] for name in ("dq", "dk", "dv")}
 
 
@@ -56,6 +56,42 @@ def test_delta_errors_agree_with_the_emulator(kind):
     changed = [not torch.equal(plain[name], got[name]) for name in ("dq", "dk")]
     expected = {"mirror": [True, True], "dQ_alone": [False, True], "dK_alone": [True, False]}
     assert changed == expected.get(kind, [False, False])
+
+
+@pytest.mark.parametrize("kind", ("own_direction", "leading_direction"))
+@pytest.mark.parametrize("text", ("paper", "exact,output_bits=2"))
+def test_errors_along_a_direction_agree_with_the_emulator(kind, text):
+    tensors = parity.inputs((2, 4, 2, 33, 33, 16, 16))
+    want = gradients(emulated, f"{text},delta_error={kind}", tensors, True, 1 / 4)
+    got = gradients(triton_attention, f"{text},delta_error={kind}", tensors, True, 1 / 4)
+    clean = gradients(triton_attention, f"{text},delta_output=fp32", tensors, True, 1 / 4)
+    for name in want:
+        g = parity.gap(name, got[name], want[name], parse_numerics(text).gradients.format)
+        limit = 2 if "paper" in text else 64  # the emulator's fp32 sums go in another order
+        assert g.max_ulp <= limit or torch.allclose(got[name], want[name], atol=1e-5), g
+    changed = {name: not torch.equal(clean[name], got[name]) for name in want}
+    assert changed == dict(dq=True, dk=False, dv=False)
+
+
+@pytest.mark.parametrize("kind", ("random_direction", "fixed_direction"))
+def test_errors_along_drawn_directions_have_the_length_of_the_own_one(kind):
+    tensors = parity.inputs((1, 2, 2, 24, 24, 16, 16), dtype=torch.float32)
+    low = "exact,output_bits=2"
+
+    def moved(kind, seed=0):
+        text = f"{low},delta_error={kind}"
+        found = gradients(triton_attention, text, tensors, True, 1 / 4, seed=seed)["dq"]
+        return found - clean["dq"]
+
+    clean = gradients(triton_attention, f"{low},delta_output=fp32", tensors, True, 1 / 4)
+    own, found = moved("own_direction"), moved(kind)
+    torch.testing.assert_close(found.norm(dim=-1), own.norm(dim=-1), rtol=1e-3, atol=1e-6)
+    assert torch.equal(moved(kind), found)
+    other = moved(kind, seed=5)
+    assert torch.allclose(other, found, atol=1e-6) == (kind == "fixed_direction")
+    lines = torch.nn.functional.normalize(found[0, 0], dim=-1)
+    alike = (lines[1:] @ lines[1]).abs().mean()
+    assert alike > 0.999 if kind == "fixed_direction" else alike < 0.6
 
 
 def test_random_delta_errors_have_the_asked_moments():

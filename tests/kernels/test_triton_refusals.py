@@ -11,7 +11,6 @@ import torch
 
 from kernels import backends, parse_numerics, resolve_backend
 from kernels import triton_attention as backend
-from kernels.interventions import DIRECTIONS
 
 pytest.importorskip("triton")
 
@@ -28,23 +27,11 @@ pytest.importorskip("triton")
         ("paper,accumulate=tile", "once"),
         ("paper,softmax=clamped", "clamp"),
         ("stabilized,reference=running", "decided per row"),
-        ("paper,delta_error=random_direction", "not dQ itself"),
     ],
 )
 def test_numerics_beyond_the_kernels_are_refused_by_name(text, reason):
     why = backend.supports(parse_numerics(text), device="cuda", dtype=torch.bfloat16)
     assert reason in why and "\n" not in why
-
-
-@pytest.mark.parametrize("kind", DIRECTIONS)
-def test_errors_along_a_direction_go_to_the_emulator(kind):
-    """`auto` on a CUDA device, and by name; the sentence is the same with and without a GPU."""
-    text = f"paper,delta_error={kind}"
-    name, reason = resolve_backend(text, "cuda", dtype=torch.bfloat16)
-    assert name == "emulated" and reason.startswith(f"delta_error={kind}: ")
-    assert reason.endswith("use backend='emulated'")
-    with pytest.raises(ValueError, match=f"'triton' cannot run .*{kind}: the Triton kernels"):
-        resolve_backend(text, "cuda", dtype=torch.bfloat16, backend="triton")
 
 
 def test_inputs_beyond_the_kernels_are_refused_by_name():
