@@ -29,6 +29,7 @@ from .formats import FP64
 from .interventions import (
     DIRECTIONS,
     GRADIENTS,
+    Draws,
     delta_of_each,
     disturbed_delta,
     generated,
@@ -355,8 +356,12 @@ def _delta(r: Rounder, dO: Tensor, out: Tensor, delta_output: Tensor | None, hea
     if n.delta_error.kind in GRADIENTS:
         of_q, of_k = delta_of_each(n.delta_error.kind, lp, hp)
         return column(of_q), column(of_k), None
-    draws = generated(lambda: r.generator(n.delta_error.kind), hp.device)
-    return column(disturbed_delta(n.delta_error, hp, lp - hp, draws)), None, None
+    return column(disturbed_delta(n.delta_error, hp, lp - hp, _draws(r))), None, None
+
+
+def _draws(r: Rounder, **seed) -> Draws:
+    """Of the generator named after `delta_error`. seed: another than the call's."""
+    return generated(partial(r.generator, r.numerics.delta_error.kind, **seed), r.device)
 
 
 def _grad_scores(r: Rounder, dO: Tensor, v: Tensor, P: Tensor, delta: Tensor | None) -> Tensor:
@@ -375,11 +380,8 @@ def _stray(r: Rounder, error: Tensor | None, P: Tensor, k: Tensor, scale: float,
     if error is None:
         return None
     PK = torch.bmm(P, k).unflatten(0, head)
-    spec = r.numerics.delta_error
-    draws, fixed = (
-        generated(partial(r.generator, spec.kind, **seed), PK.device) for seed in ({}, {"seed": 0})
-    )
-    return stray_gradient(spec, error, PK, scale, draws, fixed).flatten(0, 1)
+    spec, fixed = r.numerics.delta_error, _draws(r, seed=0)
+    return stray_gradient(spec, error, PK, scale, _draws(r), fixed).flatten(0, 1)
 
 
 def _product(r: Rounder, a: Tensor, b: Tensor, alpha: float, group=1, error=None) -> Tensor:

@@ -44,12 +44,11 @@ from .hopper_schedule import (
     PLAN,
     await_work,
     block_of,
-    draw,
     end_work,
-    place,
+    first_ticket,
     places_for,
     publish,
-    tickets_of,
+    take,
 )
 from .hopper_tiles import await_tile, release
 
@@ -141,13 +140,10 @@ def keys_producer(
     H, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    counter, plan = work
-    tickets = tickets_of(gl.num_programs(0), plan)
-    ticket = draw(counter)
+    ticket, tickets = first_ticket(work)
     while ticket < tickets:
-        following = draw(counter)
-        head, i, first_half, count = place(ticket, gl.num_programs(0), plan, blocks)
-        for half in range(first_half, first_half + count):
+        following, head, i, first_half, end_half = take(ticket, work, blocks)
+        for half in range(first_half, end_half):
             start = block_of(i, 1 - half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
@@ -179,13 +175,10 @@ def queries_producer(
     H, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    counter, plan = work
-    tickets = tickets_of(gl.num_programs(0), plan)
-    ticket = draw(counter)
+    ticket, tickets = first_ticket(work)
     while ticket < tickets:
-        following = draw(counter)
-        head, i, first_half, count = place(ticket, gl.num_programs(0), plan, blocks)
-        for half in range(first_half, first_half + count):
+        following, head, i, first_half, end_half = take(ticket, work, blocks)
+        for half in range(first_half, end_half):
             start = block_of(i, half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H

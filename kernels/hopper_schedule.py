@@ -112,6 +112,23 @@ def draw(counter):
 
 
 @gluon.jit
+def first_ticket(work):
+    """(a ticket of this program, how many there are). work: the counter and PLAN of the launch."""
+    counter, plan = work
+    tickets = tickets_of(gl.num_programs(0), plan)
+    return draw(counter), tickets
+
+
+@gluon.jit
+def take(ticket, work, blocks):
+    """(the next ticket, head, i, first half, the one after the last) of what a ticket is for."""
+    counter, plan = work
+    following = draw(counter)
+    head, i, half, count = place(ticket, gl.num_programs(0), plan, blocks)
+    return following, head, i, half, half + count
+
+
+@gluon.jit
 def places_for(COUNT: gl.constexpr):
     """Room in shared memory for the places of blocks in COUNT buffers: heads, first rows."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

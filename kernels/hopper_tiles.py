@@ -127,16 +127,22 @@ def hide(s, rows, start, Tk, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(
-    s, m, l, tally, factor, unit, policy, S_LAYOUT: gl.constexpr, RUNNING: gl.constexpr,
-    POLICY: gl.constexpr, PAIRS: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
+    s, m, l, tally, start, rows, Tk, scale, factor, unit, policy, S_LAYOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr,
+    POLICY: gl.constexpr, PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
     """P_bar fp32, m, l, what O_bar is rescaled by (running reference; else of no use), and tally.
 
     l is summed in the order of `kernels.triton_forward`: tile by tile, or by the 64 keys of its
-    blocks where the specification names no tile. PAIRS: s is not rounded yet, to bf16.
+    blocks where the specification names no tile. s: raw scores; start: first key of a tile that
+    needs a mask, else -1.
     tally: () without probes, else row maximum (unless it is m), ties and ones, each in a tuple,
     the counts in empty ones before the first tile. Ones are counted later, by `with_ones`.
     """
+    PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
+    s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
+    if start >= 0:
+        s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
     rescale = m
     reference = m
     pairs = ()
@@ -297,7 +303,6 @@ def step(
     the first tile does not come here.
     """
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
-    PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
     if PROBE:
         tally = with_ones(tally, p)
@@ -311,12 +316,9 @@ def step(
     if not APART:
         if (j == 0) & (turn > 0):
             release_output(q_free)
-    s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
-    if start >= 0:
-        s = hide(s, rows, start, Tk, S_LAYOUT, CAUSAL)
     wide, m, l, rescale, tally = softmax_tile(
-        s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
-        UNIT_EXACT)  # fmt: skip
+        s, m, l, tally, start, rows, Tk, scale, factor, unit, policy, S_LAYOUT, CAUSAL, RUNNING,
+        RAW, ROUND_S, POLICY, PROBE, UNIT_EXACT)  # fmt: skip
     following = gl.convert_layout(wide.to(p.dtype), P_LAYOUT)
     if EARLY:
         following = placed(following)
@@ -353,12 +355,10 @@ def attend(
         release(k_free, gk, STAGES)
         if turn > 0:
             release_output(q_free)
-        s = rounded_scores(s, scale, RAW, ROUND_S and not PAIRS)
-        if last == 0:
-            s = hide(s, rows, 0, Tk, S_LAYOUT, CAUSAL)
+        start = gl.where(last == 0, 0, -1)
         wide, m, l, rescale, tally = softmax_tile(
-            s, m, l, tally, factor, unit, policy, S_LAYOUT, RUNNING, POLICY, PAIRS, PROBE,
-            UNIT_EXACT)  # fmt: skip
+            s, m, l, tally, start, rows, Tk, scale, factor, unit, policy, S_LAYOUT, CAUSAL,
+            RUNNING, RAW, ROUND_S, POLICY, PROBE, UNIT_EXACT)  # fmt: skip
         p = gl.convert_layout(wide.to(k_bufs.dtype), P_LAYOUT)
     BEGIN: gl.constexpr = 1 if APART else 0  # a range from True would begin at -1
     for j in range(BEGIN, tiles):
