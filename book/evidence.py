@@ -310,6 +310,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", help="only these, such as 0,1,2")
     p.add_argument("--arms", help="only these arms, separated by commas")
     p.add_argument("--stop_at", type=int, metavar="STEP", help="pause runs from scratch there")
+    p.add_argument("--stop_forks_at", type=int, metavar="STEP", help="pause forks there")
     p.add_argument("--partial", action="store_true", help="archive runs that were cut short, too")
     add_machine_arguments(p)
     return p
@@ -339,7 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_and_archive(chosen: Sequence[Experiment], seeds: Sequence[int] | None, args) -> int:
     start, code, archiver = time.monotonic(), 0, None
     arms = split_names(args.arms) if args.arms else None
-    asked = dict(arms=arms, seeds=seeds, preset=args.preset, stop_at=args.stop_at)
+    asked = dict(arms=arms, seeds=seeds, preset=args.preset)
+    asked |= dict(stop_at=args.stop_at, stop_forks_at=args.stop_forks_at)
     where = dict(workers=args.workers, devices=args.devices, cache_dir=args.data)
     try:
         with time_limit(args.minutes):

@@ -145,7 +145,8 @@ class PooledExperiments:
     """The runs of several experiments, in one pool.
 
     pool: one that was not entered says where runs lie, and trains none. chosen: as for `jobs`;
-    several experiments share the named arms out (`shared_arms`).
+    several experiments share the named arms out (`shared_arms`). stop_at, stop_forks_at: where
+    runs from scratch and forks pause, to be continued by a call without.
     Raises ValueError or FileNotFoundError for arms, configs, corpora or devices that cannot work,
     before anything runs.
     """
@@ -157,10 +158,11 @@ class PooledExperiments:
         *,
         arms: Sequence[str] | None = None,
         stop_at: int | None = None,
+        stop_forks_at: int | None = None,
         progress: bool = True,
         **chosen,
     ):
-        self.pool, self.progress = pool, progress
+        self.pool, self.progress, self.stop_forks_at = pool, progress, stop_forks_at
         self.asked: list[Asked] = []
         self._read: dict[Path, Run] = {}  # each keeps the metrics it has parsed
         for experiment, own in zip(experiments, shared_arms(experiments, arms)):
@@ -198,7 +200,10 @@ class PooledExperiments:
         parent = self._run(asked.parent)
         made = plan_fork(asked.experiment, asked.job.arm, parent)
         origin = Parent(parent.id, made.at, "") if made.at else None
-        asked.run = self.pool.job(made.config, origin, progress=self.progress)
+        stop = self.stop_forks_at
+        if stop is not None and stop <= made.at:
+            raise ValueError(f"it starts at step {made.at}, so stop_forks_at={stop} is too early")
+        asked.run = self.pool.job(made.config, origin, max_steps=stop, progress=self.progress)
         asked.done = asked.run.done
 
     def _run(self, asked: Asked) -> Run | None:

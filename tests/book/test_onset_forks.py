@@ -100,6 +100,21 @@ def test_forks_from_before_an_onset_are_judged_by_onset(toy, capsys):
     assert len(toy.store.runs()) == 4
 
 
+def test_forks_pause_where_told_and_go_on(toy, capsys):
+    chosen = ("failure-forked", "--arms", "delta_dP_P,guarded", "--partial")
+
+    def guarded(*more):
+        code, kept = toy.run(*chosen, *more)
+        assert code == 0
+        (row,) = kept.arm("guarded")
+        return row["steps"], row["status"]
+
+    assert guarded("--stop_forks_at", "40") == (39, "interrupted")
+    assert guarded() == (99, "finished")
+    assert toy.run(*chosen[:2], "flash", "--stop_forks_at", "16")[0] == 1
+    assert "it starts at step 16, so stop_forks_at=16 is too early" in capsys.readouterr().err
+
+
 def test_captures_lie_beside_their_archive(toy):
     code, kept = toy.run("captures")
     assert code == 0 and [row["arm"] for row in kept.rows] == ["captured", "delta_fp32"]
