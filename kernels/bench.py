@@ -69,6 +69,7 @@ class Shape:
 
 
 TOKENS = 32_768  # of a call, at every length
+CLOCK_HZ = 2e9  # about that of a GPU at work, to keep it busy for as long as a host needs
 
 
 def shapes(quick: bool = False, tokens: int = TOKENS) -> list[Shape]:
@@ -231,12 +232,17 @@ def time_call(
 ) -> tuple[tuple[float, float], float]:
     """((p20, p80), p50) of milliseconds per call on the GPU.
 
-    Before each call the cache is flushed and the GPU kept busy for about half a millisecond, so
-    that the launches of the call are already queued when its first event is reached.
+    Before each call the cache is flushed and the GPU kept busy for at least half a millisecond,
+    and for longer than the host took, so that the launches of the call are already queued when its
+    first event is reached.
     """
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for _ in range(3):
         call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+    call()
+    host_s = time.perf_counter() - began
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -245,9 +251,10 @@ def time_call(
     torch.cuda.synchronize()
     repeats = min(most, max(8, int(least_ms / max(start.elapsed_time(end), 1e-3))))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    busy_cycles = max(1_000_000, int(2 * host_s * CLOCK_HZ))
     for first, last in events:
         flush.zero_()
-        torch.cuda._sleep(1_000_000)
+        torch.cuda._sleep(busy_cycles)
         first.record()
         call()
         last.record()

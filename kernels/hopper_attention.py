@@ -7,7 +7,7 @@ by `kernels.triton_forward`: both give the same bits. `triton_attention.forward`
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -168,6 +168,26 @@ def launch_plan(length: int, heads: int, programs: int) -> tuple[tuple[int], tup
     return (programs,), schedule(heads, blocks, programs)
 
 
+def counter(device: torch.device) -> Tensor:
+    """int32 [1], zero: for the tickets of launches that follow one another on the current stream.
+
+    Kernels leave it as they found it (`hopper_schedule`), so no call need clear it. A CUDA graph
+    has its own, cleared at every replay: graphs of one capture may be replayed beside each other.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _counter_of(device: torch.device, stream: int) -> Tensor:
+    """Allocated aside: a pool that the current stream may be told to use is not ours to keep."""
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = torch.zeros(1, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
 def describe(x: Tensor, rows: int):
     """For the copy engine: blocks [1, 1, rows, D] of x [B, H, T, D], zeros outside."""
     from triton.experimental.gluon import language as gl
@@ -250,7 +270,7 @@ def forward(
     unit = scale if arguments["RAW"] else 1.0
     offsets = (policy.eps / unit, policy.min_offset / unit, policy.max_offset / unit)
     with torch.cuda.device(device):
-        drawn = torch.zeros(1, dtype=torch.int32, device=device)
+        drawn = counter(device)
         hopper_forward_kernel[grid](
             *blocks, drawn, lse, high, *sizes, policy.beta, *offsets, *probes, **arguments
         )
@@ -383,16 +403,16 @@ def backward(
         (of_keys, schedule_k), (of_queries, schedule_q) = (
             launch_plan(length, B * H, programs) for length in (Tk, Tq)
         )
-        drawn_k, drawn_q = torch.zeros(2, 4, dtype=torch.int32, device=device)  # 16 bytes each
+        drawn = counter(device)
         values = _row_values(lse, delta_k, inverse_unit)
         hopper_grad_keys_kernel[of_keys](
-            *blocks, *values, drawn_k, dk, dv, *dk.stride()[:3], scale, H, Tq, Tk, *schedule_k,
+            *blocks, *values, drawn, dk, dv, *dk.stride()[:3], scale, H, Tq, Tk, *schedule_k,
             **arguments,
         )  # fmt: skip
         if delta is not delta_k:
             values = _row_values(lse, delta, inverse_unit)
         hopper_grad_queries_kernel[of_queries](
-            *blocks, *values, drawn_q, dq, *dq.stride()[:3], scale, H, Tq, Tk, *schedule_q,
+            *blocks, *values, drawn, dq, *dq.stride()[:3], scale, H, Tq, Tk, *schedule_q,
             **arguments,
         )  # fmt: skip
     return into

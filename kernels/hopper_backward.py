@@ -142,13 +142,13 @@ def keys_producer(
     turn = 0
     ticket, tickets = first_ticket(work)
     while ticket < tickets:
-        following, head, i, first_half, end_half = take(ticket, work, blocks)
+        following, head, i, first_half, end_half = take(ticket, tickets, work, blocks)
         for half in range(first_half, end_half):
             start = block_of(i, 1 - half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
             for part in gl.static_range(PARTS):
-                publish(places, kept_free, part, turn, 1, head, start)
+                publish(places, kept_free, part, turn, 1, b, h, start)
                 position = [b, h, start + part * ROWS, 0]
                 ask_two(of_keys, kept_bufs, position, kept_full.index(part), part)
             row, tiles = query_tiles(start, Tq, CAUSAL)
@@ -177,13 +177,13 @@ def queries_producer(
     turn = 0
     ticket, tickets = first_ticket(work)
     while ticket < tickets:
-        following, head, i, first_half, end_half = take(ticket, work, blocks)
+        following, head, i, first_half, end_half = take(ticket, tickets, work, blocks)
         for half in range(first_half, end_half):
             start = block_of(i, half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
             for part in gl.static_range(PARTS):
-                publish(places, kept_free, part, turn, 1, head, start)
+                publish(places, kept_free, part, turn, 1, b, h, start)
                 position = [b, h, start + part * ROWS, 0]
                 tile = [head, start // WALKED + part, 0]
                 ask_four(of_queries, kept_bufs, position, tile, kept_full.index(part), part)
@@ -217,7 +217,7 @@ def keys_consumer(
     factor = factor_of(scale, RAW)
     g = 0
     turn = 0
-    head, start = await_work(places, kept_full, PART, 0, 1, 4)
+    b, h, start = await_work(places, kept_full, PART, 0, 1, 4)
     while start >= 0:
         first = start + PART * ROWS
         row, tiles = query_tiles(start, Tq, CAUSAL)
@@ -234,10 +234,10 @@ def keys_consumer(
             factor, STAGES, CAUSAL, RAW, ROUND_S)  # fmt: skip
         g += tiles
         turn += 1
-        position = head_place(head, H, dk_b, dk_h)
+        position = head_place(b, h, dk_b, dk_h)
         store_rows(dk_ptr + position, dk * scale, first, Tk, dk_t)
         store_rows(dv_ptr + position, dv, first, Tk, dk_t)
-        head, start = await_work(places, kept_full, PART, turn, 1, 4)
+        b, h, start = await_work(places, kept_full, PART, turn, 1, 4)
 
 
 @gluon.jit
@@ -254,7 +254,7 @@ def queries_consumer(
     factor = factor_of(scale, RAW)
     g = 0
     turn = 0
-    head, start = await_work(places, kept_full, PART, 0, 1, 4)
+    b, h, start = await_work(places, kept_full, PART, 0, 1, 4)
     while start >= 0:
         first = start + PART * ROWS
         tiles = key_tiles(start, Tk, CAUSAL)
@@ -268,8 +268,8 @@ def queries_consumer(
             ROUND_S)  # fmt: skip
         g += tiles
         turn += 1
-        store_rows(dq_ptr + head_place(head, H, dq_b, dq_h), dq * scale, first, Tq, dq_t)
-        head, start = await_work(places, kept_full, PART, turn, 1, 4)
+        store_rows(dq_ptr + head_place(b, h, dq_b, dq_h), dq * scale, first, Tq, dq_t)
+        b, h, start = await_work(places, kept_full, PART, turn, 1, 4)
 
 
 # -- kernels --------------------------------------------------------------------------------------

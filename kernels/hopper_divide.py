@@ -5,38 +5,57 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-CHAINS = 4  # of comparisons, each of which waits for the one before
+TOGETHER = 32  # quotients of a thread, and one branch for all of them
+MOST = "0x6f806f80"  # 2^96 in bf16, twice
+LEAST = {False: "0x11801180", True: "0x2d802d80"}  # by SMALL: 2^-92 and 2^-36
 
 
-def _quotients(n: int, most: str) -> str:
-    """PTX of `divide`: results $0 on, then n each of x, l, its reciprocals y and the least x.
+def _quotients(small: bool, rounded: bool, n: int = TOGETHER) -> str:
+    """PTX of `divide`: results $0 on, then n each of x, l and its reciprocals y.
 
-    most: the largest x, as PTX writes an fp32 number.
+    rounded: results are bf16, two in a register.
     """
-    x, l, y, least = ([f"${k * n + i}" for i in range(n)] for k in (1, 2, 3, 4))
-    odd = [f"odd{c}" for c in range(CHAINS)]
-    lines = [f".reg .pred {', '.join(odd)};", ".reg .f32 e, size;"]
-    lines += [f"setp.ne.b32 {c}, 0, 0;" for c in odd]
+    results = n // 2 if rounded else n
+    x, l, y = ([f"${results + k * n + i}" for i in range(n)] for k in range(3))
+    q = [f"q{i}" for i in range(n)] if rounded else [f"${i}" for i in range(n)]
+    pairs = [f"${i}" if rounded else f"pair{i}" for i in range(n // 2)]
+    packed = [f"cvt.rn.bf16x2.f32 {p}, {b}, {a};" for p, a, b in zip(pairs, q[::2], q[1::2])]
+    lines = [".reg .pred odd, odd1, odd2, odd3;", ".reg .f32 e;"]
+    lines.append(f".reg .f32 {', '.join(q)};" if rounded else f".reg .b32 {', '.join(pairs)};")
     for i in range(n):
-        lines.append(f"mul.rn.f32 ${i}, {x[i]}, {y[i]};")
+        lines.append(f"mul.rn.f32 {q[i]}, {x[i]}, {y[i]};")
         for _ in range(2):
-            lines.append(f"neg.f32 e, ${i};")
+            lines.append(f"neg.f32 e, {q[i]};")
             lines.append(f"fma.rn.f32 e, e, {l[i]}, {x[i]};")
-            lines.append(f"fma.rn.f32 ${i}, e, {y[i]}, ${i};")
-    for i in range(n):
-        c = odd[i % CHAINS]
-        lines.append(f"abs.f32 size, {x[i]};")
-        lines.append(f"setp.ltu.or.f32 {c}, size, {least[i]}, {c};")
-        lines.append(f"setp.gt.or.f32 {c}, size, {most}, {c};")
-    lines += [f"or.pred odd0, odd0, {c};" for c in odd[1:]]
-    lines.append("@!odd0 bra DONE;")
-    lines += [f"div.rn.f32 ${i}, {x[i]}, {l[i]};" for i in range(n)]
+            lines.append(f"fma.rn.f32 {q[i]}, e, {y[i]}, {q[i]};")
+    lines += packed
+    for which in ("max", "min"):
+        found = [f"{which}{i}" for i in range(n // 4)]
+        lines.append(f".reg .b32 {', '.join(found)}, bound_{which};")
+        step, these = n // 4, pairs
+        while step:
+            for i in range(step):
+                lines.append(
+                    f"{which}.NaN.xorsign.abs.bf16x2 {found[i]}, {these[i]}, {these[i + step]};"
+                )
+            step, these = step // 2, found
+        lines.append(f"abs.bf16x2 {which}0, {which}0;")
+        lines.append(f"mov.b32 bound_{which}, {MOST if which == 'max' else LEAST[small]};")
+    lines.append("setp.gtu.bf16x2 odd|odd1, max0, bound_max;")
+    lines.append("setp.ltu.bf16x2 odd2|odd3, min0, bound_min;")
+    lines += [f"or.pred odd, odd, odd{i};" for i in (1, 2, 3)]
+    lines.append("@!odd bra DONE;")
+    lines += [f"div.rn.f32 {q[i]}, {x[i]}, {l[i]};" for i in range(n)]
+    lines += packed if rounded else []
     return "{ " + " ".join(lines) + " DONE: }"
 
 
-QUOTIENTS = gl.constexpr(_quotients(32, "0f7B800000"))  # 2^120
-QUOTIENTS_BY_SMALL = gl.constexpr(_quotients(32, "0f5D800000"))  # 2^60
-QUOTIENT_OPERANDS = gl.constexpr(",".join(32 * ["=&r"] + 128 * ["r"]))
+QUOTIENTS = gl.constexpr(_quotients(False, False))
+QUOTIENTS_BY_SMALL = gl.constexpr(_quotients(True, False))
+ROUNDED = gl.constexpr(_quotients(False, True))
+ROUNDED_BY_SMALL = gl.constexpr(_quotients(True, True))
+OPERANDS = gl.constexpr(",".join(TOGETHER * ["=&r"] + 3 * TOGETHER * ["r"]))
+ROUNDED_OPERANDS = gl.constexpr(",".join(TOGETHER // 2 * ["=&r"] + 3 * TOGETHER * ["r"]))
 RECIPROCAL = gl.constexpr(
     "{ .reg .f32 e; rcp.approx.ftz.f32 $0, $1; fma.rn.f32 e, $1, $0, 0fBF800000; neg.f32 e, e;"
     " fma.rn.f32 $0, $0, e, $0; }"
@@ -44,22 +63,29 @@ RECIPROCAL = gl.constexpr(
 
 
 @gluon.jit
-def divide(x, l, SMALL: gl.constexpr = False):
+def divide(x, l, SMALL: gl.constexpr = False, ROUND: gl.constexpr = False):
     """x / l of two blocks, l > 0, as `div.rn` rounds it, without a branch for each number.
 
     SMALL: l may well be small, down to 2^-60, as under a reference far above the row maximum.
+    ROUND: to bf16, once more.
 
     The quotient from the rounded reciprocal, corrected twice by its exact remainder, is the
     nearest number (Markstein 1990: a correctly rounded reciprocal, a faithful quotient) while the
-    remainder does not underflow. Where it may, 32 numbers of a thread take the instruction, which
+    remainder does not underflow: while l and the quotient have their usual sizes. These are read
+    off pairs in bf16, the largest and the least of 32. Else all 32 take the instruction, which
     branches for each and so computes one after the other. The reciprocal is computed as the
     assembler computes `rcp.rn` of the numbers l for which it is used.
     """
-    LEAST: gl.constexpr = 2.0**-60 if SMALL else 2.0**-4
-    STEPS: gl.constexpr = QUOTIENTS_BY_SMALL if SMALL else QUOTIENTS
+    LEAST_L: gl.constexpr = 2.0**-60 if SMALL else 2.0**-4
     y = gl.inline_asm_elementwise(
         RECIPROCAL, "=&r,r", [l], dtype=gl.float32, is_pure=True, pack=1)  # fmt: skip
-    least = gl.where((l >= LEAST) & (l <= 2.0**24), 2.0**-96, float("inf"))
-    return gl.inline_asm_elementwise(
-        STEPS, QUOTIENT_OPERANDS, [x, l, y, least], dtype=gl.float32, is_pure=True,
-        pack=32)  # fmt: skip
+    y = gl.where((l >= LEAST_L) & (l <= 2.0**24), y, float("nan"))  # so is the quotient, then
+    if ROUND:
+        STEPS: gl.constexpr = ROUNDED_BY_SMALL if SMALL else ROUNDED
+        return gl.inline_asm_elementwise(
+            STEPS, ROUNDED_OPERANDS, [x, l, y], dtype=gl.bfloat16, is_pure=True,
+            pack=32)  # fmt: skip
+    else:
+        STEPS: gl.constexpr = QUOTIENTS_BY_SMALL if SMALL else QUOTIENTS
+        return gl.inline_asm_elementwise(
+            STEPS, OPERANDS, [x, l, y], dtype=gl.float32, is_pure=True, pack=32)  # fmt: skip

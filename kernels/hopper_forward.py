@@ -90,10 +90,12 @@ def consumer(
     if RAW:
         unit = scale
     factor = unit * LOG2E
+    acc = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT)
+    p = gl.full([ROWS, TILE], 0.0, k_bufs.dtype, P_LAYOUT)
     gk = 0
     gv = 0
     turn = 0
-    head, start = await_work(places, q_full, PART, 0, 2, 4)
+    b, h, start = await_work(places, q_full, PART, 0, 2, 4)
     while start >= 0:
         tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
         first = start + PART * ROWS
@@ -122,15 +124,32 @@ def consumer(
             if POLICY != 0:
                 tops = (top,)
             tally = (tops, (), ())
-        acc, m, l, tally = attend(
-            q, own, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
+        p, acc, m, l, tally = attend(
+            q, p, acc, own, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
             S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, EARLY, APART, CAUSAL, RUNNING, RAW, ROUND_S,
             POLICY, PROBE, UNIT_EXACT)  # fmt: skip
         gk += tiles
         gv += tiles
         turn += 1
-        row_base = head.to(gl.int64) * Tq
-        gl.store(lse_ptr + row_base + rows, m * unit + gl.log(l), mask=rows < Tq)
+        lse = m * unit + gl.log(l)
+        l_of_row = l
+        l = gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
+        l = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT) + l
+        bar = acc
+        if ROUND_BAR:
+            bar = round_to_bf16(acc)
+        SHARED: gl.constexpr = WIDE and not ROUND_BAR
+        if SHARED:  # O is what the fp32 one rounds to
+            wide = divide(acc, l, POLICY != 0)
+            q.store(wide.to(q.dtype))
+        else:
+            q.store(divide(bar, l, POLICY != 0, True))
+        fence_async_shared()
+        position = [b, h, first, 0]
+        tma.async_copy_shared_to_global(o_desc, position, q_bufs.index(slot))
+        # not before the fence, which would wait for them
+        row_base = (b * H + h).to(gl.int64) * Tq
+        gl.store(lse_ptr + row_base + rows, lse, mask=rows < Tq)
         if PROBE:
             ties_ptr, ones_ptr, m_ptr, l_ptr, o32_ptr = probes
             tops, ties, ones = tally
@@ -139,23 +158,16 @@ def consumer(
             gl.store(ties_ptr + row_base + rows, ties, mask=rows < Tq)
             gl.store(ones_ptr + row_base + rows, ones, mask=rows < Tq)
             gl.store(m_ptr + row_base + rows, m * unit, mask=rows < Tq)
-            gl.store(l_ptr + row_base + rows, l, mask=rows < Tq)
-        l = gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT)), 1)
-        l = gl.full([ROWS, DV], 0.0, gl.float32, O_LAYOUT) + l
-        bar = acc
-        if ROUND_BAR:
-            bar = round_to_bf16(acc)
-        q.store(divide(bar, l, POLICY != 0).to(q.dtype))
-        fence_async_shared()
-        position = [head // H, head % H, first, 0]
-        tma.async_copy_shared_to_global(o_desc, position, q_bufs.index(slot))
+            gl.store(l_ptr + row_base + rows, l_of_row, mask=rows < Tq)
         if WIDE or HP:
-            position = head_place(head, H, o_b, o_h)
+            position = head_place(b, h, o_b, o_h)
         if WIDE:
-            store_rows(o32_ptr + position, divide(acc, l, POLICY != 0), first, Tq, o_t)
+            if not SHARED:
+                wide = divide(acc, l, POLICY != 0)
+            store_rows(o32_ptr + position, wide, first, Tq, o_t)
         if HP:
             store_rows(hp_ptr + position, gl.div_rn(acc, l), first, Tq, o_t)
-        head, start = await_work(places, q_full, turn % 2 * PARTS + PART, turn, 2, 4)
+        b, h, start = await_work(places, q_full, turn % 2 * PARTS + PART, turn, 2, 4)
     tma.store_wait(0)
 
 
@@ -170,9 +182,9 @@ def store_layout(layout, dtype, columns):
 
 
 @gluon.jit
-def head_place(head, H, stride_b, stride_h):
-    """Where a head begins, `head` being batch times H plus its number: int64, in elements."""
-    return (head // H).to(gl.int64) * stride_b + (head % H).to(gl.int64) * stride_h
+def head_place(b, h, stride_b, stride_h):
+    """Where head h of batch b begins: int64, in elements."""
+    return b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
 
 
 @gluon.jit
@@ -199,12 +211,12 @@ def fetch(desc, b, h, row, bufs, full, free, g, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(q_desc, rings, places, head, b, h, start, turn):
+def fetch_queries(q_desc, rings, places, b, h, start, turn):
     """Ask for Q of a block, for each consumer once it has read what is in its buffer."""
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     for part in gl.static_range(PARTS):
         slot = turn % 2 * PARTS + part
-        publish(places, q_free, slot, turn, 2, head, start)
+        publish(places, q_free, slot, turn, 2, b, h, start)
         ready = q_full.index(slot)
         mbarrier.expect(ready, q_desc.block_type.nbytes)
         position = [b, h, start + part * ROWS, 0]
@@ -223,14 +235,14 @@ def keys_producer(
     turn = 0
     ticket, tickets = first_ticket(work)
     while ticket < tickets:
-        following, head, i, first_half, end_half = take(ticket, work, blocks)
+        following, head, i, first_half, end_half = take(ticket, tickets, work, blocks)
         for half in range(first_half, end_half):
             start = block_of(i, half, blocks) * (PARTS * ROWS)
             b = head // H
             h = head % H
             tiles = visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)
             reads = tiles if RUNNING else 2 * tiles
-            fetch_queries(q_desc, rings, places, head, b, h, start, turn)
+            fetch_queries(q_desc, rings, places, b, h, start, turn)
             for j in range(reads):
                 fetch(k_desc, b, h // GROUP, (j % tiles) * TILE, k_bufs, k_full, k_free, g, STAGES)
                 g += 1
@@ -249,15 +261,13 @@ def values_producer(
     H, GROUP, Tq, Tk, blocks = sizes
     g = 0
     turn = 0
-    head, start = await_work(places, q_full, 0, 0, 2, 1)
+    b, h, start = await_work(places, q_full, 0, 0, 2, 1)
     while start >= 0:
-        b = head // H
-        h = head % H
         for j in range(visible_tiles(start + PARTS * ROWS, Tk, CAUSAL)):
             fetch(v_desc, b, h // GROUP, j * TILE, v_bufs, v_full, v_free, g, STAGES)
             g += 1
         turn += 1
-        head, start = await_work(places, q_full, turn % 2 * PARTS, turn, 2, 1)
+        b, h, start = await_work(places, q_full, turn % 2 * PARTS, turn, 2, 1)
 
 
 @gluon.jit

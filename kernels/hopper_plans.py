@@ -36,16 +36,16 @@ class Plan:
 # By kind (`hopper_attention.kind_of`), head dimension and whether causal. Timed at T = 1,024 to
 # 4,096; other kinds than "plain" causal, and what was found stands for both.
 PLANS = {
-    ("plain", 64, True): Plan(stages=4, early=True),
-    ("plain", 64, False): Plan(early=True),
-    ("plain", 128, True): Plan(),
-    ("plain", 128, False): Plan(early=True),
+    ("plain", 64, True): Plan(),
+    ("plain", 64, False): Plan(),
+    ("plain", 128, True): Plan(early=True, apart=True),
+    ("plain", 128, False): Plan(),
     ("running", 64, True): Plan(),
     ("running", 128, True): Plan(),
     ("row", 64, True): Plan(),
     ("row", 128, True): Plan(),
     ("probed", 64, True): Plan(),
-    ("probed", 128, True): Plan(),
+    ("probed", 128, True): Plan(apart=True),
 }
 
 # Keys that a query sees, on average, from which on the forward was at least as fast as the general

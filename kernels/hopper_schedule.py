@@ -5,7 +5,9 @@ i-th longest of a head with its i-th shortest, are equally long. Programs draw t
 counter in global memory, zero before the launch, until there are none: first pairs, head by head,
 so that those at work read the same keys; then, for the last KEPT_ROUNDS or more, single blocks by
 length. So all programs end within a short block of each other, whatever each was held up by. Which
-program computes a block moves no bit of it.
+program computes a block moves no bit of it. The first ticket of a program is its own number, and
+each draws until there are none, so that a launch of n tickets draws n times: the counter wraps
+round, and is zero again when the launch has ended.
 
 One producer draws and computes the place of a block; consumers and the other producer read it in
 shared memory. Arithmetic with divisions in each of them would be code that every block fetches
@@ -97,71 +99,82 @@ def block_of(i, half, blocks):
 
 DRAW = gl.constexpr(
     "{ .reg .pred first; .reg .b32 lane, drawn; mov.u32 lane, %laneid; mov.b32 drawn, 0;"
-    " setp.eq.u32 first, lane, 0; @first atom.global.add.u32 drawn, [$1], 1;"
+    " setp.eq.u32 first, lane, 0; @first atom.global.inc.u32 drawn, [$1], $2;"
     " shfl.sync.idx.b32 $0, drawn, 0, 31, 0xffffffff; }"
 )
 
 
 @gluon.jit
-def draw(counter):
-    """The next ticket, for a single warp; int32 at `counter` is how many were drawn."""
+def draw(counter, tickets):
+    """The next ticket, for a single warp. int32 at `counter`: how many were drawn, modulo
+    `tickets`."""
     where = counter + gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))
-    ticket = gl.inline_asm_elementwise(
-        DRAW, "=r,l", [where], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-    return gl.max(ticket, 0)
+    most = gl.full([1], 0, gl.int32, where.type.layout) + (tickets - 1)
+    drawn = gl.inline_asm_elementwise(
+        DRAW, "=r,l,r", [where, most], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    return gl.num_programs(0) + gl.max(drawn, 0)
 
 
 @gluon.jit
 def first_ticket(work):
     """(a ticket of this program, how many there are). work: the counter and PLAN of the launch."""
     counter, plan = work
-    tickets = tickets_of(gl.num_programs(0), plan)
-    return draw(counter), tickets
+    return gl.program_id(0), tickets_of(gl.num_programs(0), plan)
 
 
 @gluon.jit
-def take(ticket, work, blocks):
+def take(ticket, tickets, work, blocks):
     """(the next ticket, head, i, first half, the one after the last) of what a ticket is for."""
     counter, plan = work
-    following = draw(counter)
+    following = draw(counter, tickets)
     head, i, half, count = place(ticket, gl.num_programs(0), plan, blocks)
     return following, head, i, half, half + count
 
 
 @gluon.jit
 def places_for(COUNT: gl.constexpr):
-    """Room in shared memory for the places of blocks in COUNT buffers: heads, first rows."""
+    """Room in shared memory for the places of blocks in COUNT buffers: batch, head, first row."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    heads = gl.allocate_shared_memory(gl.int32, [COUNT, 1], LAYOUT)
-    return heads, gl.allocate_shared_memory(gl.int32, [COUNT, 1], LAYOUT)
+    b = gl.allocate_shared_memory(gl.int32, [COUNT, 1], LAYOUT)
+    h = gl.allocate_shared_memory(gl.int32, [COUNT, 1], LAYOUT)
+    return b, h, gl.allocate_shared_memory(gl.int32, [COUNT, 1], LAYOUT)
 
 
 @gluon.jit
-def publish(places, free, slot, turn, BUFFERS: gl.constexpr, head, start):
-    """Note, for who waits for buffer `slot`, that the block there begins at row `start` of `head`.
+def publish(places, free, slot, turn, BUFFERS: gl.constexpr, b, h, start):
+    """Note, for who waits for buffer `slot`, that the block there begins at row `start` of head h
+    of batch b.
 
     Waits until the consumer has read the block that was there BUFFERS turns ago. By a single warp,
     before it arrives at the buffer's barrier.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if turn >= BUFFERS:
         mbarrier.wait(free.index(slot), (turn // BUFFERS - 1) & 1)
-    places[0].index(slot).store(gl.full([1], head, gl.int32, LAYOUT))
-    places[1].index(slot).store(gl.full([1], start, gl.int32, LAYOUT))
+    note(places[0].index(slot), b)
+    note(places[1].index(slot), h)
+    note(places[2].index(slot), start)
+
+
+@gluon.jit
+def note(where, number):
+    """Write an int32 [1], by a single warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    where.store(gl.full([1], number, gl.int32, LAYOUT))
 
 
 @gluon.jit
 def end_work(places, full, free, slot, turn, BUFFERS: gl.constexpr):
     """Publish that there are no more blocks."""
-    publish(places, free, slot, turn, BUFFERS, 0, NOTHING)
+    publish(places, free, slot, turn, BUFFERS, 0, 0, NOTHING)
     mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
 def await_work(places, full, slot, turn, BUFFERS: gl.constexpr, WARPS: gl.constexpr):
-    """(head, first row) of the block that comes to buffer `slot`, for a group of WARPS, once it is
-    there; NOTHING for the row: no more blocks."""
+    """(batch, head, first row) of the block that comes to buffer `slot`, for a group of WARPS,
+    once it is there; NOTHING for the row: no more blocks."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(full.index(slot), (turn // BUFFERS) & 1)
-    head = gl.max(places[0].index(slot).load(LAYOUT), 0)
-    return head, gl.max(places[1].index(slot).load(LAYOUT), 0)
+    b = gl.max(places[0].index(slot).load(LAYOUT), 0)
+    h = gl.max(places[1].index(slot).load(LAYOUT), 0)
+    return b, h, gl.max(places[2].index(slot).load(LAYOUT), 0)

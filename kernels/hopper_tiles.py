@@ -307,10 +307,10 @@ def step(
     if PROBE:
         tally = with_ones(tally, p)
     if APART:
-        before, more, read = gv - 1, True, True
+        before, read = gv - 1, True
     else:  # the first tile has none before it: a product of its own V is dropped
-        before, more, read = gv - gl.minimum(j, 1), j > 1, j > 0
-    acc = ask_output(p, rings, acc, before, more, STAGES)
+        before, read = gv - gl.minimum(j, 1), j > 0
+    acc = ask_output(p, rings, acc, before, j > 1, STAGES)
     s = warpgroup_mma_wait(1, deps=(s,))
     release(k_free, gk, STAGES)
     if not APART:
@@ -330,13 +330,17 @@ def step(
 
 @gluon.jit
 def attend(
-    q, rings, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
+    q, p, acc, rings, rows, m, tally, turn, gk, gv, tiles, Tk, scale, factor, unit, policy,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr, APART: gl.constexpr, CAUSAL: gl.constexpr,
     RUNNING: gl.constexpr, RAW: gl.constexpr, ROUND_S: gl.constexpr, POLICY: gl.constexpr,
     PROBE: gl.constexpr, UNIT_EXACT: gl.constexpr,
 ):  # fmt: skip
-    """O_bar, m, l and tally of a consumer's rows over all their tiles, from numbers gk, gv on.
+    """P_bar of the last tile, O_bar, m, l and tally of a consumer's rows over all their tiles.
+
+    gk, gv: numbers of the first ones.
+
+    p, acc: of any numbers, for a product that is dropped and the first one, which is not added.
 
     turn: how many blocks were before; q_free: of the buffer that the last of them is written from.
     APART: the first tile has code of its own, with no product beside its softmax.
@@ -344,10 +348,12 @@ def attend(
     q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free, v_full, v_free, still = rings
     PAIRS: gl.constexpr = in_pairs(POLICY, ROUND_S)
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    acc = gl.full([ROWS, v_bufs.shape[4]], 0.0, gl.float32, O_LAYOUT)
-    p = gl.full([ROWS, TILE], 0.0, k_bufs.dtype, P_LAYOUT)
+    if PROBE or not RUNNING:  # zeros have no ones, and take no registers during the first pass
+        p = gl.full([ROWS, TILE], 0.0, k_bufs.dtype, P_LAYOUT)
+        acc = gl.full([ROWS, v_bufs.shape[4]], 0.0, gl.float32, O_LAYOUT)
     if PROBE:
         tally = none_counted(tally, p, m, unit, S_LAYOUT, POLICY, PAIRS, UNIT_EXACT)
+    gl.assume(tiles > 0)
     last = tiles - 1
     if APART:
         s = ask_scores(q, rings, gk, S_LAYOUT, STAGES)
@@ -369,10 +375,7 @@ def attend(
             POLICY, PROBE, UNIT_EXACT)  # fmt: skip
     if PROBE:
         tally = with_ones(tally, p)
-    more = True
-    if not APART:
-        more = last > 0
-    acc = ask_output(p, rings, acc, gv + last, more, STAGES)
+    acc = ask_output(p, rings, acc, gv + last, last > 0, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_free, gv + last, STAGES)
-    return acc, m, l, tally
+    return p, acc, m, l, tally

@@ -208,16 +208,18 @@ def test_a_pair_of_scores_costs_one_instruction_each_time(fresh_cache):
     """The largest two by halves of a register; counts by sign bits and integer sums."""
     from kernels.triton_compile import compile_hopper, machine_code
 
-    built = compile_hopper(parse_numerics(TILED), probe=True)
+    plan = replace(plan_of("probed", 64, True), apart=False)
+    built = compile_hopper(parse_numerics(TILED), probe=True, plan=plan)
     operations = [operation for operation, _ in machine_code(built.cubin)]
 
     def count(pattern):
         return sum(bool(re.match(pattern, operation)) for operation in operations)
 
     consumers = 2  # with one copy of the softmax each
-    assert count("V?HMNMX2?.BF16") <= consumers * 88  # 16 + 16 + 8 + 4 of each of two rows
+    pairs = count(r"V?HMNMX2?\.BF16(?!.*XORSIGN)")  # those with it are the divisions'
+    assert pairs <= consumers * 88  # 16 + 16 + 8 + 4 of each of two rows
     assert count("HADD2.*BF16") == consumers * 32
-    assert count("HFMA2.*BF16") == consumers * (32 + 2 * 32)  # ties; ones, twice in the code
+    assert count("HFMA2.*BF16.*RELU") == consumers * (32 + 2 * 32)  # ties; ones, twice in the code
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
@@ -226,7 +228,8 @@ def test_ones_are_counted_where_products_read_the_weights(fresh_cache):
     from kernels.triton_compile import compile_hopper, machine_code
 
     def packings(probe):
-        built = compile_hopper(parse_numerics("flash"), probe=probe)
+        plan = plan_of("plain", 64, True)
+        built = compile_hopper(parse_numerics("flash"), probe=probe, plan=plan)
         return sum(op.startswith(("F2FP", "PRMT")) for op, _ in machine_code(built.cubin))
 
     assert packings("rows") <= packings(False) + 16
@@ -460,6 +463,32 @@ def test_many_blocks_in_one_pipeline(kind, causal, hopper_gpu):
     same_bits([*found, other], ("out", "lse"))
     healthy = [h for h in range(24) if kind != "broken" or h not in (3, 7, 11)]
     assert other.out[:, healthy].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_streams_have_counters_of_their_own_and_find_them_zero(hopper_gpu):
+    """Launches side by side, of many and of few blocks; a graph replayed beside them."""
+    choices = dict(numerics=parse_numerics("flash"), causal=True, scale=1 / 8)
+    long, short = draw(4, 4096, 4096, 64), draw(1, 200, 200, 64)
+    wanted = [hopper_attention.forward(*x, **choices) for x in (long, short)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = hopper_attention.forward(*long, **choices)
+    found = []
+    for _ in range(10):
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        for stream in streams[1:]:
+            with torch.cuda.stream(stream):
+                found.append([hopper_attention.forward(*x, **choices) for x in (long, short)])
+    torch.cuda.synchronize()
+    for own in (streams[1], streams[2]):
+        with torch.cuda.stream(own):
+            assert int(hopper_attention.counter(torch.device("cuda", 0))) == 0
+    same_bits([kept, wanted[0], *(pair[0] for pair in found)], ("out", "lse"))
+    same_bits([wanted[1], *(pair[1] for pair in found)], ("out", "lse"))
 
 
 @pytest.mark.gpu

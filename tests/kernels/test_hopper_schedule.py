@@ -57,6 +57,24 @@ def test_programs_end_together(heads, blocks):
     assert max(ends) < 1.02 * sum(ends) / len(ends)
 
 
+@settings(deadline=None, max_examples=100)
+@given(heads=st.integers(1, 60), blocks=st.integers(1, 20), most=st.integers(1, 40),
+       draw=st.randoms(use_true_random=False))  # fmt: skip
+def test_a_launch_leaves_the_counter_at_zero(heads, blocks, most, draw):
+    """Whoever draws when: every ticket is somebody's, and the counter has wrapped round once."""
+    (programs,), plan = hopper_attention.launch_plan(blocks * 128, heads, most)
+    tickets, counter, wraps = hs.tickets_of.fn(programs, plan), 0, 0
+    held, computed = dict(enumerate(range(programs))), []
+    while running := [p for p, ticket in held.items() if ticket < tickets]:
+        program = draw.choice(running)
+        computed.append(held[program])
+        held[program] = programs + counter
+        counter = 0 if counter == tickets - 1 else counter + 1  # as `atom.inc` does
+        wraps += counter == 0
+    assert sorted(computed) == list(range(tickets))
+    assert counter == 0 and wraps == 1
+
+
 def test_a_launch_has_no_idle_program():
     (programs,), plan = hopper_attention.launch_plan(1000, 3, 132)
     assert programs == 24 and hs.tickets_of.fn(programs, plan) == 24
