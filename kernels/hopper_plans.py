@@ -38,14 +38,14 @@ class Plan:
 PLANS = {
     ("plain", 64, True): Plan(),
     ("plain", 64, False): Plan(),
-    ("plain", 128, True): Plan(early=True, apart=True),
-    ("plain", 128, False): Plan(),
+    ("plain", 128, True): Plan(),
+    ("plain", 128, False): Plan(early=True, apart=True),
     ("running", 64, True): Plan(),
-    ("running", 128, True): Plan(),
+    ("running", 128, True): Plan(apart=True),
     ("row", 64, True): Plan(),
     ("row", 128, True): Plan(),
     ("probed", 64, True): Plan(),
-    ("probed", 128, True): Plan(apart=True),
+    ("probed", 128, True): Plan(),
 }
 
 # Keys that a query sees, on average, from which on the forward was at least as fast as the general
