@@ -184,15 +184,15 @@ def holds_off(
     supported: none showed either; not supported: at least 4 of 5 did; partly: in between.
     """
     forks = list(_forks(evidence, experiments))
-    due = _onsets(forks, bits)
-    if not due:
+    controls = _controls(forks, bits)
+    if not controls:
         return untested(f"no fork without a change shows an onset with {bits} fraction bits")
     parts, short = [], 0
     for arm in names(arms):
         counted = []
-        for name, archive, row, onset in _beside(forks, arm, due):
-            if _showed(row) or is_healthy(row["steps"], onset):
-                counted.append((name, archive, row))
+        for name, archive, row, control in _beside(forks, arm, controls):
+            if _showed(row) or is_healthy(row["steps"], control["onset_step"]):
+                counted.append((name, archive, row, control))
             else:
                 short += 1
         if counted:
@@ -212,42 +212,42 @@ def hastens(
     came as far as that onset. supported: at least 4 of 5 did; partly: fewer; not supported: none.
     """
     forks = list(_forks(evidence, experiments))
-    due, parts = _onsets(forks, bits), []
+    controls, parts = _controls(forks, bits), []
     for arm in names(arms):
         counted, sooner = [], []
-        for name, archive, row, onset in _beside(forks, arm, due):
-            if _failed(row) or row["steps"] >= onset:
-                counted.append((name, archive, row))
-            if _failed(row) and failed_step(row) < onset:
+        for name, archive, row, control in _beside(forks, arm, controls):
+            if _failed(row) or row["steps"] >= control["onset_step"]:
+                counted.append((name, archive, row, control))
+            if _failed(row) and failed_step(row) < control["onset_step"]:
                 sooner.append(row)
         if not counted:
             continue
         hits, runs = len(sooner), len(counted)
         verdict = SUPPORTED if hits >= MOST * runs else PARTLY if hits else NOT_SUPPORTED
         share = wilson(hits, runs)
-        name, archive, row = counted[0]
+        name, archive, row, control = counted[0]
         words = f"{row['label']} failed before the control's onset in {hits} of {runs} forks"
         words += f" ({100 * share.low:.0f} to {100 * share.high:.0f} %)"
         if sooner:
             after = sorted(failed_step(r) - r["forked_at"] for r in sooner)
             words += f", after {', '.join(f'{n:,}' for n in after)} steps"
-        more = common(name, archive, [row for _, _, row in counted])
+        more = common(name, archive, [row for _, _, row, _ in counted], [control])
         parts.append(standing(verdict, words, runs, strength=share.low, **more))
     return combine(parts or [untested()])
 
 
-def _beside(forks: Sequence[tuple], arm: str, due: Mapping[tuple, int]) -> Iterator[tuple]:
-    """(experiment, archive, row, the control's onset) of forks of an arm that have a control."""
+def _beside(forks: Sequence[tuple], arm: str, controls: Mapping) -> Iterator[tuple]:
+    """(experiment, archive, row, the control's row) of forks of an arm that have a control."""
     for name, archive, row in forks:
-        onset = due.get(_place(archive, row))
-        if row["arm"] == arm and onset is not None:
-            yield name, archive, row, onset
+        control = controls.get(_place(archive, row))
+        if row["arm"] == arm and control is not None:
+            yield name, archive, row, control
 
 
-def _onsets(forks: Sequence[tuple], bits: int) -> dict[tuple, int]:
-    """Where an unchanged fork of a state shows its onset, by state."""
+def _controls(forks: Sequence[tuple], bits: int) -> dict[tuple, Mapping]:
+    """The unchanged fork of a state, where it shows an onset, by state."""
     return {
-        _place(archive, row): row["onset_step"]
+        _place(archive, row): row
         for _, archive, row in forks
         if row["arm"] in CONTROLS and row["onset_step"] is not None and fraction_bits(row) == bits
     }
@@ -277,13 +277,14 @@ def _showed(row: Mapping) -> bool:
     return _failed(row) or row["onset_step"] is not None
 
 
-def _held_off(counted: Sequence[tuple[str, Archive, Mapping]]) -> Finding:
-    rows = [row for _, _, row in counted]
+def _held_off(counted: Sequence[tuple[str, Archive, Mapping, Mapping]]) -> Finding:
+    rows = [row for _, _, row, _ in counted]
     hits, runs = sum(map(_showed, rows)), len(rows)
     verdict = NOT_SUPPORTED if hits >= MOST * runs else PARTLY if hits else SUPPORTED
     share = wilson(hits, runs)
     strength = share.low if verdict == NOT_SUPPORTED else 1 - share.high
     words = f"{rows[0]['label']}: an onset or a failure in {hits} of {runs} forks"
     words += f" ({100 * share.low:.0f} to {100 * share.high:.0f} %)"
-    name, archive, _ = counted[0]
-    return standing(verdict, words, runs, strength=strength, **common(name, archive, rows))
+    name, archive, _, control = counted[0]
+    more = common(name, archive, rows, [control])
+    return standing(verdict, words, runs, strength=strength, **more)

@@ -48,9 +48,15 @@ def ended_short(row: Mapping) -> bool:
     return row.get("status") == "interrupted"
 
 
-def failing_rows(archive: Archive | None, arm: str, bits: int | None = None) -> list[Mapping]:
-    """Runs of the failing arm that count; bits: only with an O_bar of so many fraction bits."""
-    rows = [] if archive is None else [r for r in archive.arm(arm) if not ended_short(r)]
+def failing_rows(
+    archive: Archive | None, arm: str, bits: int | None = None, begun: bool = False
+) -> list[Mapping]:
+    """Runs of the failing arm that count; bits: only with an O_bar of so many fraction bits.
+
+    begun: an onset is enough, however soon after it a run was stopped.
+    """
+    rows = [] if archive is None else archive.arm(arm)
+    rows = [r for r in rows if not ended_short(r) or (begun and r["onset_step"] is not None)]
     return [r for r in rows if bits is None or fraction_bits(r) == bits]
 
 
@@ -256,7 +262,7 @@ def begins_somewhere(
     for name in experiments:
         archive = evidence.archive(name)
         others = {} if archive is None else {r["seed"]: r for r in archive.arm(twin)}
-        low = [r for r in failing_rows(archive, arm, bits) if r["seed"] in others]
+        low = [r for r in failing_rows(archive, arm, bits, begun=True) if r["seed"] in others]
         low = [r for r in low if _outlived(r, others[r["seed"]])]
         if low:
             settings.append((name, archive, low))

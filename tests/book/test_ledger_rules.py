@@ -222,6 +222,9 @@ def test_begins_somewhere(archived):
     found = [verdict(evidence, "begins_somewhere", (n,), **asked) for n in names]
     # of the five onsets in `short` one lies early enough for its twin
     assert found == [SUPPORTED, PARTLY, NOT_SUPPORTED, OBSERVED, NOT_TESTED, OBSERVED]
+    stopped = [r | {"status": "interrupted"} for r in pairs(1000, 1200, None)]
+    found = apply("begins_somewhere", asked, archived(stopped=stopped), ["stopped"])
+    assert found.runs == 2  # an onset has been shown, its absence has not
     told = apply("begins_somewhere", asked, evidence, ["some", "none"]).effect
     assert "onsets in 1 of 10 pairs of 2 recipes; there 1 of 5, at step 1,000" in told
 
@@ -623,6 +626,9 @@ def test_holds_off(archived):
     assert told("good", "alone").verdict == NOT_TESTED
     assert told(["good", "bad"], "a").verdict == PARTLY
     assert apply("holds_off", {"arms": "good", "bits": 2}, evidence, ["a"]).verdict == NOT_TESTED
+    finer = [r | {"attention": "paper,unnormalized=fp32"} for r in forks("finer", five)]
+    told_of = apply("holds_off", asked | {"arms": "finer"}, archived(a=control + finer), ["a"])
+    assert told_of.effect.startswith("bf16,")  # what the control rounds, not the fork
     sham = archived(s=forks("sham", five, onset=1000) + forks("good", five))
     assert apply("holds_off", asked | {"arms": "good"}, sham, ["s"]).verdict == SUPPORTED
 
