@@ -238,12 +238,37 @@ def _sign(row: Mapping) -> str:
     return f"no sign by {row['steps']:,}" if onset is None else f"onset at {onset:,}"
 
 
+def site_words(rows: Sequence[Mapping]) -> list[str]:
+    """One line for each state on forks with all but one rounding, beside its control's onset."""
+    lines = []
+    for forks in fork_groups(rows).values():
+        control = control_of(forks)
+        mine = [r for r in forks if r["arm"].startswith("site_") or r["arm"] == "backward_fp32"]
+        if control is None or not mine:
+            continue
+        due = control["onset_step"]
+        mine.sort(key=lambda r: (r["onset_step"] is None, r["onset_step"]))
+        told = []
+        for row in mine:
+            cut = not (_sign_shown(row) or is_healthy(row["steps"], due))
+            told.append(f"{row['label']}: {_sign(row)}" + ", not judged" * cut)
+        lines.append(
+            f"Attribution: one rounding less, in forks whose control has its onset at {due:,} "
+            f"({control['recipe']}, seed {control['seed']}). {'; '.join(told)}."
+        )
+    return lines
+
+
+def _sign_shown(row: Mapping) -> bool:
+    return row["onset_step"] is not None or row["kind"] in FAILED
+
+
 def attribution_words(rows: Sequence[Mapping]) -> list[str]:
     """One line each on single sites and on the error of delta, or that it was not run.
 
-    What `fork_words` tells is left to it.
+    Of forks that are judged by an onset, `fork_words` tells; and `site_words`.
     """
-    lines, aside = [], by_onset(rows)
+    lines, aside = site_words(rows), by_onset(rows)
     for kind, prefix, words in (
         ("sites", "only_", "Attribution: with one rounding alone"),
         ("errors-forked", "", "Bias against size: with the error of $\\delta$ changed"),

@@ -87,9 +87,10 @@ def outcome_table(rows: Sequence[Mapping]) -> Markdown:
 def arm_table(rows: Sequence[Mapping]) -> Markdown:
     """One line per arm over its seeds: how many failed and when, and held-out losses of the rest.
 
-    "verdict" from VERDICT_RUNS runs on, "observed" with fewer.
+    "verdict" from VERDICT_RUNS runs on, "observed" with fewer. Onsets of runs that did not fail
+    have a column where there are any.
     """
-    lines = []
+    lines, signs = [], []
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
         failed = [row for row in mine if row["kind"] in FAILED]
@@ -102,7 +103,13 @@ def arm_table(rows: Sequence[Mapping]) -> Markdown:
         label = "verdict" if len(mine) >= VERDICT_RUNS else "observed"
         ran = f"{min(r['steps'] for r in mine):,}"
         lines.append([mine[0]["label"], f"{len(failed)} of {len(mine)}", spread, ran, mean, label])
+        begun = [row.get("onset_step") for row in mine if row not in failed]
+        signs.append(", ".join(f"{s:,}" for s in sorted(filter(None, begun))))
     header = ["arm", "failed", "at steps", "shortest run", "held-out loss of the rest", "standing"]
+    if any(signs):
+        header.insert(3, "onset of the rest")
+        for line, told in zip(lines, signs):
+            line.insert(3, told or "none")
     return markdown_table(header, lines)
 
 

@@ -9,7 +9,7 @@ from book import chapter6 as c6
 from book import dose
 from book.gpu_experiments import failure, failure_forked
 from book.remaining import missing_runs, remaining_table, remaining_words
-from book.tables import step_text
+from book.tables import arm_table, step_text
 from gpt2.outcomes import Onset, Outcome
 
 SOURCE = {
@@ -216,6 +216,37 @@ def test_arms_of_a_recipe_that_shows_an_onset_alone_are_told_too(tmp_path):
     assert "only_scores" in arms.arm_tables(rows).data
     words = "failed or showed an onset: only_scores (1 of 1); did not: only_output (0 of 1)"
     assert words in c6.what_you_saw(rows, "").data
+
+
+def test_one_rounding_less_is_told_beside_the_control(tmp_path):
+    """Sooner onsets first; what was cut before 1.5 times the control's onset is not judged."""
+    save(tmp_path, "recipes", [row("tiny", "low", 0, "onset", 12_000, onset_step=11_000)])
+    save(tmp_path, "failure-forked-tiny", [fork("same", "onset", 12_500, 0.5, onset_step=11_000)])
+    save(tmp_path, "sites-tiny", [
+        fork("site_scores", "stable", 16_600, 0.1),
+        fork("site_output", "stable", 12_000, 0.1),
+        fork("backward_fp32", "onset", 12_000, 0.5, onset_step=11_900),
+        fork("site_inputs", "onset", 12_000, 0.5, onset_step=11_100),
+    ])  # fmt: skip
+    (told,) = arms.site_words(read(tmp_path))
+    assert (
+        "its onset at 11,000 (tiny, seed 0). site_inputs: onset at 11,100; backward_fp32" in told
+    )
+    assert "onset at 11,900; site_scores: no sign by 16,600; site_output: no sign by 12,000, " in (
+        told
+    )
+    assert told.endswith("no sign by 12,000, not judged.")
+    assert told in c6.what_you_saw(read(tmp_path), "").data
+
+
+def test_a_table_of_arms_names_onsets_only_where_there_are_any():
+    runs = [row("tiny", "low", s, "onset", 900, onset_step=700 - s) for s in (0, 1)]
+    twins = [row("tiny", "delta_fp32", s, "stable", 900) for s in (0, 1)]
+    assert "onset" not in arm_table(twins).data
+    told = arm_table([*runs, *twins]).data
+    assert (
+        "| 0 of 2 | none | 699, 700 | 900 |" in told and "| 0 of 2 | none | none | 900 |" in told
+    )
 
 
 def dial_rows(seeds=(0, 1), limit=40_000):

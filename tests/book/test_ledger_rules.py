@@ -627,7 +627,7 @@ def test_holds_off(archived):
     assert told(["good", "bad"], "a").verdict == PARTLY
     assert apply("holds_off", {"arms": "good", "bits": 2}, evidence, ["a"]).verdict == NOT_TESTED
     finer = [r | {"attention": "paper,unnormalized=fp32"} for r in forks("finer", five)]
-    told_of = apply("holds_off", asked | {"arms": "finer"}, archived(a=control + finer), ["a"])
+    told_of = apply("holds_off", asked | {"arms": "finer"}, archived(f=control + finer), ["f"])
     assert told_of.effect.startswith("bf16,")  # what the control rounds, not the fork
     sham = archived(s=forks("sham", five, onset=1000) + forks("good", five))
     assert apply("holds_off", asked | {"arms": "good"}, sham, ["s"]).verdict == SUPPORTED
