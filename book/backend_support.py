@@ -171,12 +171,17 @@ def trial_table(
     """
     lines = []
     for site in SITE_NAMES:
-        values = (getattr(n, site) for n in tested)
-        on_gpu = dict.fromkeys(str(v) for v in values if v is not None)
         found = agreement.get(site) if isinstance(agreement, dict) else None
         distance = "not honoured" if found is None else f"{found:.1g}"
-        lines.append([f"`{site}`", site_effects(site), distance, ", ".join(on_gpu)])
+        on_gpu = ", ".join(formats_of(site, tested))
+        lines.append([f"`{site}`", site_effects(site), distance, on_gpu])
     return lines
+
+
+def formats_of(site: str, tested: Sequence[Numerics]) -> list[str]:
+    """What a site was rounded to in any of the numerics tested."""
+    values = (getattr(n, site) for n in tested)
+    return list(dict.fromkeys(str(v) for v in values if v is not None))
 
 
 def choices() -> dict[str, tuple[str, dict]]:

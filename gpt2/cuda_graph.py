@@ -47,7 +47,12 @@ def _attention_obstacle(config: RunConfig, device: torch.device) -> str | None:
     for layer in range(config.n_layer):
         for n in dict.fromkeys(scoped.for_layer(layer, config.n_head)):
             backend, why = resolve_backend(
-                n, device, dtype=dtype, head_dim=config.head_dim, backend=config.attention_backend
+                n,
+                device,
+                dtype=dtype,
+                head_dim=config.head_dim,
+                backend=config.attention_backend,
+                keys=config.block_size,
             )
             if backend == "emulated":
                 return f"the attention of layer {layer} runs in the emulator: {why}"

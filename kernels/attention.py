@@ -279,8 +279,7 @@ def run_forward(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
         return tuple(_empty(q, *x).fill_(fill) for x, fill in zip(layout, fills))
     choices = dict(causal=causal, scale=scale, probe=probe)
     if groups[0][1] is None:
-        n = groups[0][0]
-        module = backend_module(n, q, mask, backend)
+        module, n = backend_module(groups[0][0], q, k, mask, backend)
         parts = _values(module.forward(q, k, v, numerics=n, mask=mask, seed=seed, **choices))
         return tuple(
             _empty(q, shape, dtype) if part is None else _placed(part.to(dtype), q)
@@ -291,7 +290,7 @@ def run_forward(q, k, v, mask, seed, numerics, causal, scale, backend, probe):
     wide = q, repeat_heads(k, ratio), repeat_heads(v, ratio)
     for n, heads in groups:
         inputs, own_mask = _picked(wide, mask, heads, shape)
-        module = backend_module(n, q, mask, backend)
+        module, n = backend_module(n, q, k, mask, backend)
         own_seed = _group_seed(n, seed, heads, module)
         part = module.forward(*inputs, numerics=n, mask=own_mask, seed=own_seed, **choices)
         for x, value in zip(results, _values(part)):
@@ -345,8 +344,7 @@ def run_backward(saved, mask, seed, numerics, causal, scale, backend, into=None)
     choices = dict(causal=causal, scale=scale)
     if groups[0][1] is not None:
         return _backward_by_groups(saved, groups, mask, seed, backend, choices)
-    n, q = groups[0][0], saved[1]
-    module = backend_module(n, q, mask, backend)
+    module, n = backend_module(groups[0][0], *saved[1:3], mask, backend)
     if not _wants_delta_output(groups):
         saved = (*saved[:6], None)
     if module is not emulated:
@@ -363,7 +361,7 @@ def _backward_by_groups(saved, groups, mask, seed, backend, choices) -> list[Ten
     for n, heads in groups:
         own = delta_output if _wants_delta_output(((n, heads),)) else None
         inputs, own_mask = _picked((dout, *wide, out, lse, own), mask, heads, shape)
-        module = backend_module(n, q, mask, backend)
+        module, n = backend_module(n, q, k, mask, backend)
         own_seed = _group_seed(n, seed, heads, module)
         parts = module.backward(*inputs, numerics=n, mask=own_mask, seed=own_seed, **choices)
         for x, part in zip(grads, parts):

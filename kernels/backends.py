@@ -24,39 +24,50 @@ def resolve_backend(
     head_dim: int = 64,
     mask: Tensor | bool | None = None,
     backend: str = "auto",
+    keys: int | None = None,
 ) -> tuple[str, str]:
     """('emulated' | 'triton' | 'sdpa', the reason in one sentence).
 
     'auto' takes triton on a CUDA device when it supports these numerics, else emulated; it never
-    takes sdpa. Raises ValueError when the backend asked for cannot honour them, saying why.
+    takes sdpa. keys: of a row, where known; what numerics carry from tile to tile does not matter
+    where all keys are in one. Raises ValueError when the backend asked for cannot honour them,
+    saying why.
     """
     has_mask = mask is not None and mask is not False
-    return _resolve(
-        parse_numerics(numerics), torch.device(device), dtype, head_dim, has_mask, backend
-    )
+    n = parse_numerics(numerics)
+    one_tile = keys is not None and keys <= n.tile
+    return _resolve(n, torch.device(device), dtype, head_dim, has_mask, backend, one_tile)[:2]
 
 
 @lru_cache(maxsize=256)
-def _resolve(n: Numerics, device, dtype, head_dim, has_mask, backend) -> tuple[str, str]:
+def _resolve(
+    n: Numerics, device, dtype, head_dim, has_mask, backend, one_tile: bool
+) -> tuple[str, str, Numerics]:
+    """(backend, reason, the numerics to ask it for)."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
     asked = dict(device=device, dtype=dtype, head_dim=head_dim, mask=True if has_mask else None)
     refusals = {"emulated": emulated.supports, "triton": _triton_supports, "sdpa": _sdpa_supports}
+    same = n.in_one_tile() if one_tile else n
     if backend != "auto":
         why = refusals[backend](n, **asked)
+        if why and backend == "triton" and refusals[backend](same, **asked) is None:
+            return backend, "it was asked for", same
         if why:
             raise ValueError(f"backend {backend!r} cannot run numerics{_named(n)}: {why}")
-        return backend, "it was asked for"
+        return backend, "it was asked for", n
     if device.type != "cuda":
         reason = f"triton needs a CUDA device and this is {device.type}"
     else:
         reason = _triton_supports(n, **asked)
         if reason is None:
-            return "triton", "a CUDA device, and triton honours these numerics"
+            return "triton", "a CUDA device, and triton honours these numerics", n
+        if _triton_supports(same, **asked) is None:
+            return "triton", "a CUDA device, and triton honours these numerics in one tile", same
     why = emulated.supports(n, **asked)
     if why:
         raise ValueError(f"no backend can run numerics{_named(n)}: {why}")
-    return "emulated", reason
+    return "emulated", reason, n
 
 
 def _named(numerics: Numerics) -> str:
@@ -109,9 +120,13 @@ def sdpa(q, k, v, text, causal, scale, mask, probe) -> Tensor:
     return out.to(dtype)
 
 
-def backend_module(numerics: Numerics, q: Tensor, mask: Tensor | None, backend: str):
-    """The module whose forward and backward run these numerics on q's device and dtype."""
-    name, _ = _resolve(numerics, q.device, q.dtype, q.shape[-1], mask is not None, backend)
+def backend_module(numerics: Numerics, q: Tensor, k: Tensor, mask: Tensor | None, backend: str):
+    """The module whose forward and backward run these numerics on such tensors, and the numerics
+    to ask it for, which come to the same."""
+    one_tile = k.shape[2] <= numerics.tile
+    name, _, numerics = _resolve(
+        numerics, q.device, q.dtype, q.shape[-1], mask is not None, backend, one_tile
+    )
     if name == "emulated":
-        return emulated
-    return importlib.import_module(f".{name}_attention", __package__)
+        return emulated, numerics
+    return importlib.import_module(f".{name}_attention", __package__), numerics

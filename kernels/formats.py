@@ -73,6 +73,15 @@ class FloatFormat:
         """PyTorch's dtype with exactly these values, or None."""
         return _TORCH_DTYPES.get((self.exponent_bits, self.fraction_bits, self.finite_only))
 
+    def holds(self, other: FloatFormat) -> bool:
+        """Whether every number of `other` is one of this format."""
+        return (
+            other.fraction_bits <= self.fraction_bits
+            and other.max_finite <= self.max_finite
+            and other.min_subnormal >= self.min_subnormal
+            and other.finite_only >= self.finite_only  # infinities
+        )
+
     def cut(self, bits: int) -> FloatFormat:
         """The same exponent range with the fraction cut to `bits` bits (0 to fraction_bits)."""
         if not 0 <= bits <= self.fraction_bits:

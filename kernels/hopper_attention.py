@@ -31,7 +31,7 @@ SITES = {
     ("row", True): ((7, 7),),
 }
 MOVING = ("stabilized", "guarded")
-BOTH = dict(probabilities=7, output=7)
+BOTH = dict(probabilities=7, output=7, row_sum=23)
 
 # A thread's counts for probes have 16 bits, and 16 scores of each tile go to one of them.
 COUNTED_KEYS = (2**16 - 1) // 16 * TILE

@@ -182,6 +182,22 @@ class Numerics:
         """The paper's high-precision twin: delta reads an fp32 O, all else equal."""
         return replace(self, delta_output=Site(FP32), name=f"{self.name},delta_output=fp32")
 
+    def in_one_tile(self) -> Numerics:
+        """What comes to the same where no row has more than `tile` keys, up to orders of sums.
+
+        Nothing is carried from tile to tile then. And with the row maximum for a reference, that
+        of scores on the grid of `reference_format` needs no rounding, and a row sum of weights of
+        which one is 1 no floor below 1 (but for rows whose scores are all -inf).
+        """
+        changes = dict(reference="row", accumulate="once")
+        if self.softmax.kind == "safe":
+            own, other = self.scores.format, self.reference_format.format
+            if other.holds(own):
+                changes["reference_format"] = Site()
+            if self.row_sum_floor <= 1.0:
+                changes["row_sum_floor"] = 0.0
+        return replace(self, **changes)
+
     @property
     def stochastic(self) -> bool:
         """Whether a backward or forward pass draws random numbers (a seed matters)."""

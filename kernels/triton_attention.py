@@ -68,9 +68,14 @@ def _refused_numerics(n: Numerics) -> str | None:
             return (
                 f"{name}={site}: the Triton kernels round to nearest even or stochastically only"
             )
-    for name in ("reference_format", "row_sum", "lse"):
+    for name in ("reference_format", "lse"):
         if getattr(n, name).format.fraction_bits < 23:
             return f"{name}={getattr(n, name)}: the Triton kernels keep {name} in fp32"
+    if _bits(n.row_sum) < 23 and (n.reference != "row" or _stochastic(n.row_sum)):
+        return (
+            f"row_sum={n.row_sum}: the Triton kernels round l once, to nearest even, under "
+            "reference='row'"
+        )
     if n.row_sum_floor:
         return f"row_sum_floor={n.row_sum_floor}: the Triton kernels have no floor under l"
     if n.accumulate != "once":
@@ -239,6 +244,7 @@ def forward_constants(n: Numerics, scale: float, probe: bool | str) -> dict:
         DRAWS=n.stochastic,
         **_site("S", n.scores),
         **_site("P", n.probabilities),
+        L_BITS=_bits(n.row_sum),
         **_site("BAR", n.unnormalized),
         **_site("O", n.output),
         **_site("HP", hp_site),

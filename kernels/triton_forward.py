@@ -235,8 +235,8 @@ def forward_kernel(
     CAUSAL: tl.constexpr, RUNNING: tl.constexpr, TILED: tl.constexpr, POLICY: tl.constexpr,
     RAW: tl.constexpr, MONOTONE: tl.constexpr, S_BITS: tl.constexpr, S_STOCHASTIC: tl.constexpr,
     P_BITS: tl.constexpr, P_STOCHASTIC: tl.constexpr, SUM_ROUNDED: tl.constexpr,
-    P_DTYPE: tl.constexpr, BAR_BITS: tl.constexpr, BAR_STOCHASTIC: tl.constexpr,
-    O_BITS: tl.constexpr, O_STOCHASTIC: tl.constexpr,
+    P_DTYPE: tl.constexpr, L_BITS: tl.constexpr, BAR_BITS: tl.constexpr,
+    BAR_STOCHASTIC: tl.constexpr, O_BITS: tl.constexpr, O_STOCHASTIC: tl.constexpr,
     HP: tl.constexpr, HP_BITS: tl.constexpr, HP_STOCHASTIC: tl.constexpr,
     PROBE: tl.constexpr, WIDE: tl.constexpr, UNIT_EXACT: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
@@ -321,6 +321,7 @@ def forward_kernel(
         P_BITS, P_STOCHASTIC, SUM_ROUNDED, P_DTYPE, PROBE, UNIT_EXACT, CAUSAL, True)  # fmt: skip
 
     m = m * unit
+    l = round_nearest_even(l, L_BITS)
     index = row_base[:, None] * DV + tl.arange(0, BLOCK_DV)[None, :]
     out_base = b * o_b + h * o_h
     bar = round_site(acc, seed, index, BAR_BITS, BAR_STOCHASTIC, UNNORMALIZED)

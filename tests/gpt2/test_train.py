@@ -154,7 +154,7 @@ def test_divergence_ends_the_run_cleanly_and_keeps_the_state_before(place):
         max_steps=400,
         learning_rate=3.0,
         grad_clip=0,
-        warmup_steps=60,
+        warmup_steps=300,  # learns before it breaks, whatever the last bits
         checkpoint_interval=10,
         eval_interval=400,
         probe_interval=400,

@@ -521,3 +521,25 @@ def test_a_product_is_rounded_before_it_is_scaled(alpha):
     )
     assert torch.equal(scaled_product(a, b, alpha), exact * alpha)
     assert torch.equal(scaled_product(a, b, alpha, addend), exact * alpha + addend)
+
+
+# -- one tile -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["flash", "authors", "authors,matched_bits=3", "flash,row_sum=bf16,reference_format=bf16.2",
+     "flash,softmax=stabilized,decide=tile,eps=0.5", "authors,softmax=guarded,decide=tile",
+     "paper,accumulate=tile,unnormalized=bf16.3", "flash,delta_output=fp32"],
+)  # fmt: skip
+def test_where_all_keys_are_in_one_tile_nothing_is_carried(text):
+    """Forward, probes and gradients, by the numerics that carry and by those that do not."""
+    n = parse_numerics(text).at(tile=48)
+    q, k, v, dout = (_bf16(2, 2, T, 16) for T in (40, 48, 48, 40))
+    k[:, :, 20:] = k[:, :, 3:4]  # ties
+    results = []
+    for same in (n, n.in_one_tile()):
+        found, grads = _run(3 * q, k, v + 1, dout, same)
+        results.append([found.out, found.lse, found.l, found.ties, found.ones, *grads])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)

@@ -1,9 +1,11 @@
 """FloatFormat against torch.finfo, the fraction dial, and text."""
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP64, FloatFormat, parse_format
+from kernels.rounding import round_to
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
@@ -32,6 +34,27 @@ def test_cut_keeps_the_range_and_drops_fraction_bits():
 def test_finite_only_formats_keep_their_nan_when_cut():
     # e4m3 cut to 2 bits: the top exponent holds 1.0, 1.25 and 1.5 (times 256); 1.75 would be NaN
     assert E4M3.cut(2).max_finite == 1.5 * 256
+
+
+@pytest.mark.parametrize(
+    "wide, narrow, held",
+    [
+        (FP64, FP32, True), (FP32, BF16, True), (FP32, FP16, True), (BF16, BF16.cut(4), True),
+        (BF16, BF16, True), (BF16, FP16, False), (FP16, BF16, False), (BF16.cut(4), BF16, False),
+        (FP16, E4M3, True), (FP16, E5M2, True), (E4M3, E5M2, False), (E5M2, E4M3, False),
+        (E4M3, E4M3.cut(2), True),
+    ],
+)  # fmt: skip
+def test_one_format_holds_another(wide, narrow, held):
+    """Against every number of the narrower one, where these are few enough to be listed."""
+    assert wide.holds(narrow) == held
+    if narrow.exponent_bits + narrow.fraction_bits > 15:
+        return
+    e = np.arange(narrow.emin, narrow.emax + 1, dtype=np.float64)
+    f = np.arange(2**narrow.fraction_bits, dtype=np.float64) / 2**narrow.fraction_bits
+    numbers = np.concatenate([np.outer(2.0**e, 1 + f).ravel(), 2.0**narrow.emin * f])
+    numbers = torch.from_numpy(numbers[numbers <= narrow.max_finite])
+    assert (round_to(numbers, wide) == numbers).all() == held
 
 
 @pytest.mark.parametrize("fmt", [FP64, FP32, BF16, FP16, E4M3, E5M2, BF16.cut(3), E5M2.cut(0)])

@@ -108,6 +108,17 @@ def test_mistakes_get_a_sentence(text, told):
         parse_numerics(text)
 
 
+def test_in_one_tile_nothing_runs_or_is_carried():
+    n = authors().in_one_tile()
+    assert (n.reference, n.accumulate, n.row_sum_floor) == ("row", "once", 0.0)
+    assert n.reference_format.format == FP32 and n.row_sum.format == BF16
+    assert paper().in_one_tile() == paper()
+    finer = authors().at(scores="fp32").in_one_tile()
+    assert finer.reference_format.format == BF16  # rounds a maximum that is not on its grid
+    moved = parse_numerics("authors,softmax=guarded,decide=tile").in_one_tile()
+    assert moved.reference_format.format == BF16 and moved.row_sum_floor == 1e-10
+
+
 def test_stochastic_says_whether_a_seed_matters():
     assert not paper().stochastic
     assert paper().at(scores="bf16:stochastic").stochastic

@@ -67,6 +67,33 @@ def test_wider_inputs_agree_with_the_emulator(dtype, text, device, shape, parity
     check(text, triton_attention, shape, device, parity_table, dtype)
 
 
+ONE_TILE = SimpleNamespace(
+    forward=lambda *x, numerics, **rest: triton_attention.forward(
+        *x, numerics=numerics.in_one_tile(), **rest
+    ),
+    backward=lambda *x, numerics, **rest: triton_attention.backward(
+        *x, numerics=numerics.in_one_tile(), **rest
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "device, shape",
+    [
+        pytest.param("cuda", (2, 3, 3, 200, 200, 64, 64), marks=pytest.mark.gpu),
+        pytest.param("cpu", (1, 1, 1, 37, 37, 16, 16), marks=pytest.mark.interpreted),
+    ],
+)
+@pytest.mark.parametrize("text", ("authors", "authors,matched_bits=4", "paper,accumulate=tile"))
+def test_all_keys_in_one_tile_agree_with_the_emulator(text, device, shape, parity_table):
+    """Which carries from tile to tile; the Triton kernels are asked for a row at once."""
+    n = parse_numerics(text).at(tile=512)
+    kind = "fine" if n.inputs.format.fraction_bits < 7 else "coarse"
+    tensors = parity.inputs(shape, kind=kind, device=device, dtype=torch.bfloat16)
+    gaps = parity.compare(ONE_TILE, n, tensors, causal=True, scale=shape[5] ** -0.5)
+    assert not failures(gaps, n, f"{text} in one tile T{shape[3]} D{shape[5]}", parity_table)
+
+
 def law(text, module, shape, device, seeds):
     tensors = parity.inputs(shape, kind="gaussian", dtype=torch.float32, device=device)
     return parity.compare_law(module, parse_numerics(text), tensors, scale=1 / 4, seeds=seeds)
@@ -155,6 +182,7 @@ def test_cases_cover_what_the_backend_honours():
         formats = {str(getattr(n, site)) for n in tested if getattr(n, site) is not None}
         assert {"fp32", "bf16", "bf16.4"} <= formats, site
         assert any(f"{site}=bf16.4:stochastic" in text for text in law_cases())
+    assert {"bf16", "bf16.4"} <= {str(n.row_sum) for n in tested}  # to nearest even alone
     assert not any("fp16" in text or "toward_zero" in text for text in exact_cases())
     along = [text.split("=")[-1] for text in (*exact_cases(), *law_cases()) if "direct" in text]
     assert along == ["own_direction", "leading_direction", "random_direction"]

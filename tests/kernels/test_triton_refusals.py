@@ -22,7 +22,8 @@ pytest.importorskip("triton")
         ("exact,compute=fp64", "fp64"),
         ("paper,unnormalized=fp16", "8 exponent bits"),
         ("paper,output=bf16:toward_zero", "nearest even or stochastically"),
-        ("paper,row_sum=bf16", "row_sum=bf16"),
+        ("flash,row_sum=bf16", "under reference='row'"),
+        ("paper,row_sum=bf16:stochastic", "to nearest even"),
         ("paper,row_sum_floor=1e-10", "no floor"),
         ("paper,accumulate=tile", "once"),
         ("paper,softmax=clamped", "clamp"),
@@ -32,6 +33,31 @@ pytest.importorskip("triton")
 def test_numerics_beyond_the_kernels_are_refused_by_name(text, reason):
     why = backend.supports(parse_numerics(text), device="cuda", dtype=torch.bfloat16)
     assert reason in why and "\n" not in why
+
+
+def test_numerics_in_one_tile_are_served(monkeypatch):
+    """The authors' emulation carries bf16 sums from tile to tile of 512 keys."""
+    on_gpu = lambda n, **asked: backend._refused_numerics(n)  # noqa: E731
+    monkeypatch.setattr(backends, "_triton_supports", on_gpu)
+
+    def resolved(text, keys, **asked):
+        backends._resolve.cache_clear()
+        return resolve_backend(text, "cuda", keys=keys, **asked)
+
+    assert resolved("authors", 512) == (
+        "triton", "a CUDA device, and triton honours these numerics in one tile"
+    )  # fmt: skip
+    assert resolved("authors", 512, backend="triton")[0] == "triton"
+    for keys in (513, None):
+        name, reason = resolved("authors", keys)
+        assert name == "emulated" and "reference_format=bf16" in reason
+        with pytest.raises(ValueError, match="reference_format=bf16"):
+            resolved("authors", keys, backend="triton")
+    # its floor under l stays where the reference is not the row maximum
+    sfa = "authors,softmax=stabilized,decide=tile"
+    assert resolved(sfa, 100)[0] == "emulated"
+    assert resolved("flash", 100)[1] == "a CUDA device, and triton honours these numerics"
+    backends._resolve.cache_clear()
 
 
 def test_inputs_beyond_the_kernels_are_refused_by_name():
