@@ -186,9 +186,9 @@ def fork_figure(forks: Sequence[Mapping]) -> Captioned:
 
 
 def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
-    """What the control did, what the others had shown by the time they ended, and its standing.
+    """What the control did, and below it what the others had shown by the time they ended.
 
-    known: the run from scratch whose onset placed the forks. '' without a control that has an
+    An item of a list with items of its own, in Markdown. known: the run from scratch whose onset placed the forks. '' without a control that has an
     onset: then nothing can be compared.
     """
     control = control_of(forks)
@@ -208,16 +208,16 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     judged = [r for r in alive if is_healthy(r["steps"], due)]
     short = [f"{r['label']} (by {r['steps']:,})" for r in alive if r not in judged]
     times = f"{HEALTHY_FACTOR:g} times the control's steps to its onset"
-    words += f" With a sign as well: {_told(signed, end)}." if signed else ""
-    words += f" Without one for {times}: {_told(judged, end)}." if judged else ""
-    words += f" Without one, but cut before {times}: {', '.join(short)}." if short else ""
+    told = [f"With a sign as well: {_told(signed, end)}."] if signed else []
+    told += [f"Without one for {times}: {_told(judged, end)}."] if judged else []
+    told += [f"Without one, but cut before {times}: {', '.join(short)}."] if short else []
     moved = known is not None and known["onset_step"] not in (None, due)
     if moved and known.get("code") != control["source"]["code"]:
-        words += (
-            f" Trained from scratch with other code the same seed had its onset at "
+        told.append(
+            f"Trained from scratch with other code the same seed had its onset at "
             f"{known['onset_step']:,}: the last bits of other operations move it."
         )
-    return words
+    return "\n".join([words, *(f"  - {line}" for line in told)])
 
 
 def _told(rows: Sequence[Mapping], end: int) -> str:

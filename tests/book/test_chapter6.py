@@ -374,7 +374,8 @@ def test_forks_are_compared_up_to_the_shortest_one_beside_the_one_without_a_chan
     (told,) = c6.forks_lines(rows)
     assert "sfa7: nonfinite at 9,000" in told
     assert "onset came at step 11,900, with 0.50 of" in told
-    assert "With a sign as well: sfa7: nonfinite at 9,000. Without one, but cut before 1.5" in told
+    assert "\n  - With a sign as well: sfa7: nonfinite at 9,000.\n" in told
+    assert "\n  - Without one, but cut before 1.5" in told
     assert "onset: delta from an fp32 O (by 12,400), mirror (by 12,000)." in told
     assert "other code the same seed had its onset at 11,000" in told
     assert told in c6.what_you_saw(rows, "").data
