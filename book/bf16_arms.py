@@ -188,8 +188,8 @@ def fork_figure(forks: Sequence[Mapping]) -> Captioned:
 def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
     """What the control did, and below it what the others had shown by the time they ended.
 
-    An item of a list with items of its own, in Markdown. known: the run from scratch whose onset placed the forks. '' without a control that has an
-    onset: then nothing can be compared.
+    An item of a list with items of its own, in Markdown. '' without a control that has an onset:
+    then nothing can be compared. known: the run from scratch whose onset placed the forks.
     """
     control = control_of(forks)
     others = [row for row in forks if row is not control]
