@@ -338,9 +338,8 @@ def attend(
 ):  # fmt: skip
     """P_bar of the last tile, O_bar, m, l and tally of a consumer's rows over all their tiles.
 
-    gk, gv: numbers of the first ones. p, acc: of any numbers, for a product that is dropped and the
-    first one, which is not added.
-
+    gk, gv: numbers of the first ones. p, acc: of any numbers, for a product that is dropped and
+    the first one, which is not added.
     turn: how many blocks were before; q_free: of the buffer that the last of them is written from.
     APART: the first tile has code of its own, with no product beside its softmax.
     """
