@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import emulated, parity, triton_attention
+from kernels import attention, emulated, parity, triton_attention
 from kernels.numerics import SITE_NAMES, parse_numerics
 from kernels.parity_cases import exact_cases, law_cases
 
@@ -92,6 +92,28 @@ def test_all_keys_in_one_tile_agree_with_the_emulator(text, device, shape, parit
     tensors = parity.inputs(shape, kind=kind, device=device, dtype=torch.bfloat16)
     gaps = parity.compare(ONE_TILE, n, tensors, causal=True, scale=shape[5] ** -0.5)
     assert not failures(gaps, n, f"{text} in one tile T{shape[3]} D{shape[5]}", parity_table)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu),
+               pytest.param("cpu", marks=pytest.mark.interpreted)],
+)  # fmt: skip
+@pytest.mark.parametrize("numerics", ("authors", ["authors", "paper"]))
+def test_attention_asks_for_one_tile_where_all_keys_are_in_one(numerics, device):
+    """Forward and backward as operators, all heads alike or not; and longer rows are refused."""
+    shape = (1, 2, 2, 40, 40, 16, 16)
+    *parts, dout = parity.inputs(shape, kind="coarse", device=device, dtype=torch.bfloat16)
+    found = []
+    for backend in ("triton", "emulated"):
+        q, k, v = (x.clone().requires_grad_() for x in parts)
+        out = attention(q, k, v, numerics=numerics, causal=True, backend=backend)
+        out.backward(dout)
+        found.append([out, q.grad, k.grad, v.grad])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+    longer = torch.zeros(1, 2, 513, 16, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="reference_format=bf16"):
+        attention(longer, longer, longer, numerics=numerics, causal=True, backend="triton")
 
 
 def law(text, module, shape, device, seeds):
