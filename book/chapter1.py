@@ -9,21 +9,33 @@ from IPython.display import Markdown
 from gpt2.runs import Run
 
 from .evidence import Archive
-from .experiment_runs import run_experiment
+from .experiment_runs import run_experiment, run_experiments
 from .experiments import Experiment
 from .records import FAILED, failed_step
 from .tables import number, step_text
 
 
 def run_to_failure(
-    experiment: Experiment, seed: int, steps: int | None, usual: int | None, **how
+    experiment: Experiment,
+    seed: int,
+    steps: int | None,
+    usual: int | None,
+    *,
+    beside: tuple[Experiment, Sequence[str]] | None = None,
+    **how,
 ) -> dict[tuple[str, int], Run]:
     """All arms of one seed up to `steps`; if None, up to `usual`, or to where low precision fails.
 
-    That step differs between machines whose libraries sum in another order. how: for
+    That step differs between machines whose libraries sum in another order. beside: another
+    experiment and its arms that a later section asks for, as far; in the same pool, since three
+    runs keep two workers busy for no more than three quarters of the time. how: for
     `run_experiment`.
     """
     asked = dict(seeds=[seed], **how)
+    if beside is not None:
+        other, arms = beside
+        together = dict(arms=[*experiment.arm_names, *arms], stop_at=steps or usual)
+        run_experiments([experiment, other], **together, **asked)
     runs = run_experiment(experiment, stop_at=steps or usual, **asked)
     low = experiment.failing, seed
     if steps is not None or usual is None or runs[low].outcome.failed_step is not None:

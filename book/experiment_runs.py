@@ -313,8 +313,8 @@ def _end(job: many.Job) -> str:
     return f"{run.status}: {run.message}"
 
 
-def run_experiment(
-    experiment: Experiment,
+def run_experiments(
+    experiments: Sequence[Experiment],
     *,
     store: RunStore,
     workers: int = 2,
@@ -322,18 +322,23 @@ def run_experiment(
     progress: bool = True,
     cache_dir: str | Path = "data",
     **asked,
-) -> dict[tuple[str, int], Run]:
-    """Run, continue or load the jobs of one experiment; returns {(arm, seed): run}.
+) -> list[dict[tuple[str, int], Run]]:
+    """Run, continue or load the jobs of experiments, in one pool; {(arm, seed): run} of each.
 
-    devices: GPUs to spread the runs over (`gpt2.many.Pool`). asked: seeds, arms and preset as for
-    `jobs`; stop_at, a step at which runs from scratch pause, to be continued by a call without.
-    Ctrl-C saves all runs and raises KeyboardInterrupt. Raises RuntimeError naming the runs that
-    crashed.
+    devices: GPUs to spread the runs over (`gpt2.many.Pool`). asked: seeds and preset as for
+    `jobs`, arms as for `shared_arms`; stop_at, a step at which runs from scratch pause, to be
+    continued by a call without. Ctrl-C saves all runs and raises KeyboardInterrupt. Raises
+    RuntimeError naming the runs that crashed.
     """
     with many.Pool(store, workers=workers, devices=devices, cache_dir=cache_dir) as pool:
-        pooled = PooledExperiments([experiment], pool, progress=progress, **asked)
+        pooled = PooledExperiments(experiments, pool, progress=progress, **asked)
         pooled.train()
-    return pooled.runs(experiment)
+    return [pooled.runs(experiment) for experiment in experiments]
+
+
+def run_experiment(experiment: Experiment, **how) -> dict[tuple[str, int], Run]:
+    """`run_experiments` of one: {(arm, seed): run}."""
+    return run_experiments([experiment], **how)[0]
 
 
 def ended_runs(

@@ -8,7 +8,7 @@ import pytest
 from book import chapter1
 from book.chapter1 import dial_points, outcome_sentences, run_to_failure, what_you_saw
 from book.evidence import Archive
-from book.experiments import failure
+from book.experiments import dials, failure
 from gpt2.outcomes import Outcome
 
 
@@ -111,3 +111,23 @@ def test_the_reader_sees_the_failure_wherever_it_comes(steps, fails_at, asked, m
     monkeypatch.setattr(chapter1, "run_experiment", run)
     runs = run_to_failure(failure("cpu"), 0, steps, 2_300)
     assert calls == asked and set(runs) == {(arm, 0) for arm in failure("cpu").arm_names}
+
+
+def test_a_later_sections_runs_train_in_the_same_pool(monkeypatch):
+    calls = []
+
+    def together(experiments, *, arms, **asked):
+        calls.append(([e.name for e in experiments], arms, asked))
+
+    def run(experiment, *, seeds, stop_at, store):
+        calls.append(experiment.name)
+        found = SimpleNamespace(outcome=SimpleNamespace(failed_step=900))
+        return {(arm, seeds[0]): found for arm in experiment.arm_names}
+
+    monkeypatch.setattr(chapter1, "run_experiments", together)
+    monkeypatch.setattr(chapter1, "run_experiment", run)
+    beside = dials("cpu"), ["output2", "matched3"]
+    run_to_failure(failure("cpu"), 4, None, 2_000, beside=beside, store="there")
+    arms = [*failure("cpu").arm_names, "output2", "matched3"]
+    told = dict(seeds=[4], stop_at=2_000, store="there")
+    assert calls == [([failure("cpu").name, "dials"], arms, told), failure("cpu").name]
