@@ -17,7 +17,7 @@ from gpt2.outcomes import HEALTHY_FACTOR, is_healthy
 
 from .captions import Captioned
 from .record_figures import captioned_panels
-from .records import FAILED, ties_judged
+from .records import FAILED, showed_sign, ties_judged
 from .signs import curve
 from .tables import arm_table, markdown_table, number, step_text
 
@@ -203,8 +203,8 @@ def fork_words(forks: Sequence[Mapping], known: Mapping | None = None) -> str:
         f"{control['forked_at']:,}): {what} the onset came at step {due:,}, with "
         f"{number(ties, 2)} of the worst head's rows tied over the {LATE:,} steps up to {end:,}."
     )
-    alive = [r for r in others if r["onset_step"] is None and r["kind"] not in FAILED]
-    signed = [r for r in others if r not in alive]
+    alive = [r for r in others if not showed_sign(r)]
+    signed = [r for r in others if showed_sign(r)]
     judged = [r for r in alive if is_healthy(r["steps"], due)]
     short = [f"{r['label']} (by {r['steps']:,})" for r in alive if r not in judged]
     times = f"{HEALTHY_FACTOR:g} times the control's steps to its onset"
@@ -250,17 +250,13 @@ def site_words(rows: Sequence[Mapping]) -> list[str]:
         mine.sort(key=lambda r: (r["onset_step"] is None, r["onset_step"]))
         told = []
         for row in mine:
-            cut = not (_sign_shown(row) or is_healthy(row["steps"], due))
+            cut = not (showed_sign(row) or is_healthy(row["steps"], due))
             told.append(f"{row['label']}: {_sign(row)}" + ", not judged" * cut)
         lines.append(
             f"Attribution: one rounding less, in forks whose control has its onset at {due:,} "
             f"({control['recipe']}, seed {control['seed']}). {'; '.join(told)}."
         )
     return lines
-
-
-def _sign_shown(row: Mapping) -> bool:
-    return row["onset_step"] is not None or row["kind"] in FAILED
 
 
 def attribution_words(rows: Sequence[Mapping]) -> list[str]:

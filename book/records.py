@@ -101,6 +101,11 @@ def _rank(row: Mapping) -> tuple[bool, int]:
     return ended, 0 if ended else row["steps"]
 
 
+def showed_sign(row: Mapping) -> bool:
+    """Whether a run failed or showed an onset."""
+    return row["onset_step"] is not None or row["kind"] in FAILED
+
+
 def cut_by_clock(row: Mapping) -> bool:
     """Whether the clock stopped a run before it failed or came to the step asked of it."""
     if row["status"] != "interrupted":

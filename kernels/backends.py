@@ -48,22 +48,18 @@ def _resolve(
         raise ValueError(f"unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
     asked = dict(device=device, dtype=dtype, head_dim=head_dim, mask=True if has_mask else None)
     refusals = {"emulated": emulated.supports, "triton": _triton_supports, "sdpa": _sdpa_supports}
-    same = n.in_one_tile() if one_tile else n
     if backend != "auto":
-        why = refusals[backend](n, **asked)
-        if why and backend == "triton" and refusals[backend](same, **asked) is None:
-            return backend, "it was asked for", same
+        taken, why = _taken(refusals[backend], n, one_tile and backend == "triton", **asked)
         if why:
             raise ValueError(f"backend {backend!r} cannot run numerics{_named(n)}: {why}")
-        return backend, "it was asked for", n
+        return backend, "it was asked for", taken
     if device.type != "cuda":
         reason = f"triton needs a CUDA device and this is {device.type}"
     else:
-        reason = _triton_supports(n, **asked)
+        taken, reason = _taken(_triton_supports, n, one_tile, **asked)
         if reason is None:
-            return "triton", "a CUDA device, and triton honours these numerics", n
-        if _triton_supports(same, **asked) is None:
-            return "triton", "a CUDA device, and triton honours these numerics in one tile", same
+            where = "" if taken is n else " in one tile"
+            return "triton", f"a CUDA device, and triton honours these numerics{where}", taken
     why = emulated.supports(n, **asked)
     if why:
         raise ValueError(f"no backend can run numerics{_named(n)}: {why}")
@@ -72,6 +68,19 @@ def _resolve(
 
 def _named(numerics: Numerics) -> str:
     return "" if numerics.name == "custom" else f" {numerics.name!r}"
+
+
+def _taken(refusal, n: Numerics, one_tile: bool, **asked) -> tuple[Numerics, str | None]:
+    """What to ask a backend for: n, or what it comes to in one tile; and why it refuses both.
+
+    refusal(numerics, **asked): one sentence, or None for numerics that the backend honours.
+    """
+    why = refusal(n, **asked)
+    if why and one_tile:
+        same = n.in_one_tile()
+        if refusal(same, **asked) is None:
+            return same, None
+    return n, why
 
 
 def _triton_supports(numerics: Numerics, **asked) -> str | None:

@@ -239,14 +239,12 @@ def time_call(
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for _ in range(3):
         call()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-    call()
-    host_s = time.perf_counter() - began
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
+    began = time.perf_counter()
     call()
+    host_s = time.perf_counter() - began
     end.record()
     torch.cuda.synchronize()
     repeats = min(most, max(8, int(least_ms / max(start.elapsed_time(end), 1e-3))))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-TOGETHER = 32  # quotients of a thread, and one branch for all of them
+TOGETHER = gl.constexpr(32)  # quotients of a thread, and one branch for all of them
 MOST = "0x6f806f80"  # 2^96 in bf16, twice
 LEAST = {False: "0x11801180", True: "0x2d802d80"}  # by SMALL: 2^-92 and 2^-36
 
 
-def _quotients(small: bool, rounded: bool, n: int = TOGETHER) -> str:
+def _quotients(small: bool, rounded: bool) -> str:
     """PTX of `divide`: results $0 on, then n each of x, l and its reciprocals y.
 
     rounded: results are bf16, two in a register.
     """
+    n = TOGETHER.value
     results = n // 2 if rounded else n
     x, l, y = ([f"${results + k * n + i}" for i in range(n)] for k in range(3))
     q = [f"q{i}" for i in range(n)] if rounded else [f"${i}" for i in range(n)]
@@ -54,8 +55,9 @@ QUOTIENTS = gl.constexpr(_quotients(False, False))
 QUOTIENTS_BY_SMALL = gl.constexpr(_quotients(True, False))
 ROUNDED = gl.constexpr(_quotients(False, True))
 ROUNDED_BY_SMALL = gl.constexpr(_quotients(True, True))
-OPERANDS = gl.constexpr(",".join(TOGETHER * ["=&r"] + 3 * TOGETHER * ["r"]))
-ROUNDED_OPERANDS = gl.constexpr(",".join(TOGETHER // 2 * ["=&r"] + 3 * TOGETHER * ["r"]))
+READ = 3 * TOGETHER.value * ["r"]
+OPERANDS = gl.constexpr(",".join(TOGETHER.value * ["=&r"] + READ))
+ROUNDED_OPERANDS = gl.constexpr(",".join(TOGETHER.value // 2 * ["=&r"] + READ))
 RECIPROCAL = gl.constexpr(
     "{ .reg .f32 e; rcp.approx.ftz.f32 $0, $1; fma.rn.f32 e, $1, $0, 0fBF800000; neg.f32 e, e;"
     " fma.rn.f32 $0, $0, e, $0; }"
@@ -84,8 +86,8 @@ def divide(x, l, SMALL: gl.constexpr = False, ROUND: gl.constexpr = False):
         STEPS: gl.constexpr = ROUNDED_BY_SMALL if SMALL else ROUNDED
         return gl.inline_asm_elementwise(
             STEPS, ROUNDED_OPERANDS, [x, l, y], dtype=gl.bfloat16, is_pure=True,
-            pack=32)  # fmt: skip
+            pack=TOGETHER)  # fmt: skip
     else:
         STEPS: gl.constexpr = QUOTIENTS_BY_SMALL if SMALL else QUOTIENTS
         return gl.inline_asm_elementwise(
-            STEPS, OPERANDS, [x, l, y], dtype=gl.float32, is_pure=True, pack=32)  # fmt: skip
+            STEPS, OPERANDS, [x, l, y], dtype=gl.float32, is_pure=True, pack=TOGETHER)  # fmt: skip

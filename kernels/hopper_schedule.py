@@ -109,7 +109,7 @@ def draw(counter, tickets):
     """The next ticket, for a single warp. int32 at `counter`: how many were drawn, modulo
     `tickets`."""
     where = counter + gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))
-    most = gl.full([1], 0, gl.int32, where.type.layout) + (tickets - 1)
+    most = gl.full([1], tickets - 1, gl.int32, where.type.layout)
     drawn = gl.inline_asm_elementwise(
         DRAW, "=r,l,r", [where, most], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
     return gl.num_programs(0) + gl.max(drawn, 0)

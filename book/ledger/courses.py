@@ -10,7 +10,7 @@ from ..bf16_arms import CONTROLS
 from ..chapter1 import dial_points
 from ..evidence import Archive
 from ..onsets import fork_state
-from ..records import FAILED, failed_step
+from ..records import FAILED, failed_step, showed_sign
 from ..survival import fit
 from .findings import (
     MOST,
@@ -191,7 +191,7 @@ def holds_off(
     for arm in names(arms):
         counted = []
         for name, archive, row, control in _beside(forks, arm, controls):
-            if _showed(row) or is_healthy(row["steps"], control["onset_step"]):
+            if showed_sign(row) or is_healthy(row["steps"], control["onset_step"]):
                 counted.append((name, archive, row, control))
             else:
                 short += 1
@@ -273,13 +273,9 @@ def _failed(row: Mapping) -> bool:
     return row["kind"] in FAILED
 
 
-def _showed(row: Mapping) -> bool:
-    return _failed(row) or row["onset_step"] is not None
-
-
 def _held_off(counted: Sequence[tuple[str, Archive, Mapping, Mapping]]) -> Finding:
     rows = [row for _, _, row, _ in counted]
-    hits, runs = sum(map(_showed, rows)), len(rows)
+    hits, runs = sum(map(showed_sign, rows)), len(rows)
     verdict = NOT_SUPPORTED if hits >= MOST * runs else PARTLY if hits else SUPPORTED
     share = wilson(hits, runs)
     strength = share.low if verdict == NOT_SUPPORTED else 1 - share.high

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import attention, emulated, parity, triton_attention
-from kernels.numerics import SITE_NAMES, parse_numerics
+from kernels.numerics import SITE_NAMES, Numerics, parse_numerics
 from kernels.parity_cases import exact_cases, law_cases
 
 pytest.importorskip("triton")
@@ -67,14 +67,13 @@ def test_wider_inputs_agree_with_the_emulator(dtype, text, device, shape, parity
     check(text, triton_attention, shape, device, parity_table, dtype)
 
 
-ONE_TILE = SimpleNamespace(
-    forward=lambda *x, numerics, **rest: triton_attention.forward(
-        *x, numerics=numerics.in_one_tile(), **rest
-    ),
-    backward=lambda *x, numerics, **rest: triton_attention.backward(
-        *x, numerics=numerics.in_one_tile(), **rest
-    ),
-)
+def other_numerics(module, change):
+    """A backend that is asked for change(numerics) in place of numerics."""
+
+    def told(function):
+        return lambda *args, numerics, **rest: function(*args, numerics=change(numerics), **rest)
+
+    return SimpleNamespace(forward=told(module.forward), backward=told(module.backward))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,8 @@ def test_all_keys_in_one_tile_agree_with_the_emulator(text, device, shape, parit
     n = parse_numerics(text).at(tile=512)
     kind = "fine" if n.inputs.format.fraction_bits < 7 else "coarse"
     tensors = parity.inputs(shape, kind=kind, device=device, dtype=torch.bfloat16)
-    gaps = parity.compare(ONE_TILE, n, tensors, causal=True, scale=shape[5] ** -0.5)
+    one_tile = other_numerics(triton_attention, Numerics.in_one_tile)
+    gaps = parity.compare(one_tile, n, tensors, causal=True, scale=shape[5] ** -0.5)
     assert not failures(gaps, n, f"{text} in one tile T{shape[3]} D{shape[5]}", parity_table)
 
 
@@ -144,14 +144,7 @@ def test_what_draws_is_equal_in_law_in_the_interpreter(text):
 
 def deaf(site, instead="fp32"):
     """The emulator as a backend that does not hear of one site."""
-
-    def told(function):
-        def heard(*args, numerics, **rest):
-            return function(*args, numerics=numerics.at(**{site: instead}), **rest)
-
-        return heard
-
-    return SimpleNamespace(forward=told(emulated.forward), backward=told(emulated.backward))
+    return other_numerics(emulated, lambda n: n.at(**{site: instead}))
 
 
 @pytest.mark.parametrize("text", [text for text in exact_cases() if text.endswith("=bf16.4")])
